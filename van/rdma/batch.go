@@ -6,8 +6,6 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
-	"github.com/stepaf/stepaf-go/van/rdma/verbs"
-	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
 // This file owns batches between native nodes. A batch is one message: its meta, whose body is the directory, a table with an entry for
@@ -37,24 +35,17 @@ const smallestSlot = 512
 // keptParts is the capacity of parts, and of slots, that a pooled message keeps.
 const keptParts = 256
 
-// outPart is what a batch that is queued stores of a part.
-type outPart struct {
-	slot *rendezvous.RemoteSlot // that its value was written to
-	into backend.Mem            // the pull tensor
-	pull pullKey
-}
-
 // queueBatch queues msg, a batch, and before it the values that do not fit behind the meta. all counts those that are not copied. It
 // queues all or nothing. p.mu is held.
-func (p *peer) queueBatch(msg *van.Message, all *van.AllSent) error {
-	o := p.newOutgoing()
+func queueBatch(p *peer, msg *van.Message, all *van.AllSent) error {
+	o := newOutgoing(p)
 	if err := o.fillMeta(msg); err != nil {
 		p.recycle(o)
 		return err
 	}
-	o.batchMeta = len(o.meta)
-	end := aligned(o.batchMeta) + entryLen*len(msg.Parts)
-	o.meta = append(o.meta, make([]byte, end-o.batchMeta)...)
+	o.table.meta = len(o.meta)
+	end := aligned(o.table.meta) + entryLen*len(msg.Parts)
+	o.meta = append(o.meta, make([]byte, end-o.table.meta)...)
 	inCell := aligned(end)+trailerLen <= conn.CellSize
 	for i := range msg.Parts {
 		x, kind := &msg.Parts[i], entryNone
@@ -81,7 +72,7 @@ func (p *peer) queueBatch(msg *van.Message, all *van.AllSent) error {
 		e := o.entry(o.meta, i)
 		le.PutUint64(e, addr)
 		le.PutUint32(e[offKind:], uint32(kind))
-		o.parts = append(o.parts, part)
+		o.table.parts = append(o.table.parts, part)
 	}
 	if n := len(o.meta) + trailerLen; n > maxMeta {
 		p.recycle(o)
@@ -89,22 +80,17 @@ func (p *peer) queueBatch(msg *van.Message, all *van.AllSent) error {
 	}
 	for i := range msg.Parts {
 		if kind := le.Uint32(o.entry(o.meta, i)[offKind:]); kind == entrySlot || kind == entryPlaced {
-			p.queueValue(o, i, &msg.Parts[i], kind == entryPlaced, all)
+			queueValue(p, o, i, &msg.Parts[i], kind == entryPlaced, all)
 		}
 	}
-	return p.submit(o)
-}
-
-// entry returns the table's entry for part i in meta.
-func (o *outgoing) entry(meta []byte, i int) []byte {
-	return meta[aligned(o.batchMeta)+entryLen*i:][:entryLen]
+	return submit(p, o)
 }
 
 // queueValue queues the value of part i of batch b. p.mu is held.
-func (p *peer) queueValue(b *outgoing, i int, x *van.Part, direct bool, all *van.AllSent) {
-	o := p.newOutgoing()
-	o.batch, o.part = b, i
-	b.values++
+func queueValue(p *peer, b *outgoing, i int, x *van.Part, direct bool, all *van.AllSent) {
+	o := newOutgoing(p)
+	o.of.batch, o.of.part = b, i
+	b.table.values++
 	o.request, o.push, o.key, o.singleKey = b.request, x.Push, x.Key, true
 	o.frames, o.size, o.lens[1], o.id = 2, x.Vals.Len(), uint32(x.Vals.Len()), b.id
 	if o.direct = direct; direct {
@@ -115,58 +101,9 @@ func (p *peer) queueValue(b *outgoing, i int, x *van.Part, direct bool, all *van
 	} else {
 		o.data[1], o.done = x.Vals, all.Add()
 		x.Vals.Retain() // recycle releases it
-		b.lends = true
+		b.table.lends = true
 	}
-	_ = p.submit(o) // only StepMesh peers refuse
-}
-
-// putValue posts the work requests that write o, the value of a part, to its slot at. at is nil if o has the address. p.mu is held.
-func (p *peer) putValue(id uint32, r *conn.Record[sentMessage], stage []byte, o *outgoing, at *rendezvous.RemoteSlot) {
-	l, b := p.link, o.batch
-	if err := l.registerFrames(r, o); err != nil {
-		b.canceled = true
-		p.reject(id, o, at, err)
-		return
-	}
-	split := p.v.cfg.SplitQPLag && l.canSplit(o)
-	if split {
-		l.splits++
-		b.split = true
-	}
-	index := uint32(0)
-	if at != nil {
-		index, b.parts[o.part].slot = at.Index, at
-		l.dialect.pin(o, at)
-	}
-	l.addPayload(id, o, at, stage, index, verbs.Signaled, split)
-	p.noteSent(r, o)
-}
-
-// completeTable puts the slots and the remote keys of pull tensors into the table of batch o. p.mu is held.
-func (p *peer) completeTable(o *outgoing, meta []byte) error {
-	for i := range o.parts {
-		switch x := &o.parts[i]; {
-		case x.slot != nil:
-			le.PutUint32(o.entry(meta, i)[offKey:], x.slot.Index)
-		case x.into.Len() > 0:
-			rkey, err := p.registerDestination(x.into, x.pull)
-			if err != nil {
-				return err
-			}
-			le.PutUint32(o.entry(meta, i)[offKey:], rkey)
-		}
-	}
-	return nil
-}
-
-// releaseValues releases the slots of the values of o, if it is a batch that will not be sent. p.mu is held.
-func (p *peer) releaseValues(o *outgoing) {
-	for i := range o.parts {
-		if s := o.parts[i].slot; s != nil {
-			p.sender.Release(s)
-			p.link.dialect.unpin()
-		}
-	}
+	_ = submit(p, o) // only StepMesh peers refuse
 }
 
 // readParts sets the parts of rx, a batch, from its directory and from b, the table and the values behind it. It holds the slots of other
@@ -233,42 +170,4 @@ func (rx *received) readParts(t *trailer, b []byte) error {
 		return &van.FieldError{Field: "bytes behind the table", Value: len(b), Want: fmt.Sprintf("%d, as the directory says", off)}
 	}
 	return nil
-}
-
-// endPulls ends the requests that m, a batch of answers from p, answers. It sets the values that were written to pull tensors, and copies
-// short ones there. It reports whether a value is elsewhere. p is nil if this node has no such peer.
-func (p *peer) endPulls(m *van.Message) (elsewhere bool) {
-	if p != nil {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-	}
-	for i := range m.Parts {
-		x := &m.Parts[i]
-		var into backend.Mem
-		copied := false
-		if p != nil {
-			var small []byte
-			if x.Vals.Len() <= smallPayload && x.Vals.OnHost() {
-				small = x.Vals.Host()
-			}
-			into, copied = p.endPullLocked(pullKey{x.Timestamp, int16(m.AppID), int16(m.CustomerID), x.Key}, x.Addr, x.Len, small)
-		}
-		switch {
-		case copied, x.Placed && into.Len() == x.Len:
-			x.Vals, x.Placed = into, true
-		case x.Placed:
-			x.Placed = false // the answer is late: no caller waits for it
-		case x.Len > 0:
-			elsewhere = true
-		}
-	}
-	return elsewhere
-}
-
-// isCanceled reports whether o is not to be sent: it was canceled, or it is a value of a batch that was.
-func (o *outgoing) isCanceled() bool { return o.canceled || o.batch != nil && o.batch.canceled }
-
-// needsNoSlot reports whether o is put in its turn without a slot: the peer has named the memory of a value, or o is not sent.
-func (o *outgoing) needsNoSlot() bool {
-	return o.batch != nil && o.direct || (o.batch != nil || o.batchMeta > 0) && o.isCanceled()
 }

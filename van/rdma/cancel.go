@@ -31,12 +31,12 @@ func (v *rvan) Invalidate(m backend.Mem) {
 			}
 		}
 		p.sender.Each(func(o *outgoing) {
-			if o.destination.Overlaps(m) {
-				o.destination, o.invalidated = backend.Mem{}, true
+			if o.pull.destination.Overlaps(m) {
+				o.pull.destination, o.pull.invalidated = backend.Mem{}, true
 			}
-			for i := range o.parts {
-				if o.parts[i].into.Overlaps(m) {
-					o.parts[i].into = backend.Mem{}
+			for i := range o.table.parts {
+				if o.table.parts[i].into.Overlaps(m) {
+					o.table.parts[i].into = backend.Mem{}
 				}
 			}
 		})

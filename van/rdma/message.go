@@ -6,6 +6,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
 // This file owns outgoing messages: the data that Send takes from the caller, and the lengths on the wire.
@@ -30,13 +31,10 @@ type outgoing struct {
 	request, push bool
 	singleKey     bool // in StepMesh's form: one key, which the meta repeats
 	key           uint64
-	destination   backend.Mem
-	pullKey       pullKey
+	pull          pullOut
 	direct        bool // the value is written to addr with rkey
 	addr          uint64
 	rkey          uint32
-	pullLen       int  // length of a pull request's answer
-	invalidated   bool // no caller waits for the answer any more
 	id            requestID
 	canceled      bool // the memory of the frames belongs to the caller again
 
@@ -49,15 +47,37 @@ type outgoing struct {
 	unsent int  // part of size that peer.unsent includes
 	inMeta bool // all frames were copied, and fit behind the meta
 
-	// Of a batch; see batch.go.
-	parts     []outPart
-	batchMeta int  // bytes of the meta, which the table and values follow
-	lends     bool // the device reads a value from the caller's memory
-	split     bool // a value was split over the queue pairs
-	values    int  // number of queued values that are not recycled
-	ended     bool // it is recycled with its last value
+	table batchOut
+	of    valueOf
+}
 
-	// Of the value of a part.
+// pullOut is what a pull request says of its answer.
+type pullOut struct {
+	destination backend.Mem
+	key         pullKey
+	len         int
+	invalidated bool // no caller waits for the answer any more
+}
+
+// batchOut is what a batch adds; see batch.go. It is zero for other messages.
+type batchOut struct {
+	parts  []outPart
+	meta   int  // bytes of the meta, which the table and values follow
+	lends  bool // the device reads a value from the caller's memory
+	split  bool // a value was split over the queue pairs
+	values int  // number of queued values that are not recycled
+	ended  bool // it is recycled with its last value
+}
+
+// outPart is what a batch that is queued stores of a part.
+type outPart struct {
+	slot *rendezvous.RemoteSlot // that its value was written to
+	into backend.Mem            // the pull tensor
+	pull pullKey
+}
+
+// valueOf says of which part of a batch a message is the value; zero for other messages.
+type valueOf struct {
 	batch *outgoing
 	part  int
 }
@@ -74,15 +94,15 @@ const (
 // smallFrame is the length below which a frame of a larger payload is copied.
 const smallFrame = 64
 
-// newOutgoing returns an empty message. p.mu is held.
-func (p *peer) newOutgoing() *outgoing {
+// newOutgoing returns an empty message to p. p.mu is held.
+func newOutgoing(p *peer) *outgoing {
 	n := len(p.free)
 	if n == 0 {
 		return &outgoing{}
 	}
 	o := p.free[n-1]
 	p.free = p.free[:n-1]
-	*o = outgoing{meta: o.meta[:0], copies: o.copies[:0], parts: o.parts[:0]}
+	*o = outgoing{meta: o.meta[:0], copies: o.copies[:0], table: batchOut{parts: o.table.parts[:0]}}
 	return o
 }
 
@@ -152,9 +172,9 @@ func (o *outgoing) useSingleKeyForm(msg *van.Message) {
 	le.PutUint64(o.meta[metaKey:], key)
 	o.singleKey, o.key = true, key
 	if pull {
-		o.pullLen = int(msg.ValLen)
-		if msg.Into.Len() == o.pullLen && msg.Addr == msg.Into.Addr() {
-			o.destination, o.pullKey = msg.Into, keyOf(&msg.Meta)
+		o.pull.len = int(msg.ValLen)
+		if msg.Into.Len() == o.pull.len && msg.Addr == msg.Into.Addr() {
+			o.pull.destination, o.pull.key = msg.Into, keyOf(&msg.Meta)
 		}
 	}
 	if !msg.Request && !msg.Push && msg.Option != 0 && msg.Vals.Len() > 0 {
@@ -164,7 +184,7 @@ func (o *outgoing) useSingleKeyForm(msg *van.Message) {
 
 // isZeroCopy reports whether o is a request of which the device reads a value from the caller's memory.
 func (o *outgoing) isZeroCopy() bool {
-	return o.request && !o.oneShot && (o.lends || o.data != [van.MaxFrames]backend.Mem{})
+	return o.request && !o.oneShot && (o.table.lends || o.data != [van.MaxFrames]backend.Mem{})
 }
 
 // packedLen returns the number of bytes that are written to the slot's data.
@@ -198,4 +218,17 @@ type requestID struct{ app, customer, ts int32 }
 
 func (r requestID) in(q *van.Requests) bool {
 	return r.app == q.App && r.customer == q.Customer && r.ts >= q.First && r.ts-q.First < q.Count
+}
+
+// entry returns the table's entry for part i in meta.
+func (o *outgoing) entry(meta []byte, i int) []byte {
+	return meta[aligned(o.table.meta)+entryLen*i:][:entryLen]
+}
+
+// isCanceled reports whether o is not to be sent: it was canceled, or it is a value of a batch that was.
+func (o *outgoing) isCanceled() bool { return o.canceled || o.of.batch != nil && o.of.batch.canceled }
+
+// needsNoSlot reports whether o is put in its turn without a slot: the peer has named the memory of a value, or o is not sent.
+func (o *outgoing) needsNoSlot() bool {
+	return o.of.batch != nil && o.direct || (o.of.batch != nil || o.table.meta > 0) && o.isCanceled()
 }

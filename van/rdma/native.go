@@ -150,8 +150,8 @@ func (d *nativeOut) layout(o *outgoing) (n int, inMeta bool) {
 }
 
 func (d *nativeOut) trailer(o *outgoing, inMeta bool) (trailer, bool) {
-	if o.batchMeta > 0 {
-		return trailer{batch: true, metaLen: o.batchMeta}, true
+	if o.table.meta > 0 {
+		return trailer{batch: true, metaLen: o.table.meta}, true
 	}
 	t := trailer{packed: !o.singleKey, placed: o.direct && !inMeta, frames: o.frames, lens: o.lens, inMeta: inMeta}
 	if inMeta {
@@ -309,7 +309,7 @@ func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte
 	m := &rx.msg
 	if t.batch {
 		if !m.Request {
-			rx.usesCell = (*d.v.tables.peers.Load())[d.handshake.node].endPulls(m) && rx.usesCell
+			rx.usesCell = endPulls((*d.v.tables.peers.Load())[d.handshake.node], m) && rx.usesCell
 		}
 		if rx.usesCell {
 			rx.slot = l

@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"context"
+	"fmt"
 	"net/netip"
 	"sync"
 	"sync/atomic"
@@ -100,25 +101,36 @@ type pullDestination struct {
 func (p *peer) recycle(o *outgoing) {
 	p.unsent -= o.unsent
 	o.unsent = 0
-	if o.values > 0 { // they are behind other messages, and name o
-		o.canceled, o.ended = true, true
+	if o.table.values > 0 { // they are behind other messages, and name o
+		o.canceled, o.table.ended = true, true
 		return
 	}
-	if b := o.batch; b != nil {
-		if b.values--; b.values == 0 && b.ended {
+	if b := o.of.batch; b != nil {
+		if b.table.values--; b.table.values == 0 && b.table.ended {
 			defer p.recycle(b)
 		}
 	}
 	for _, m := range o.data {
 		m.Release() // the region itself retains memory that the device reads
 	}
-	if clear(o.parts); cap(o.parts) > keptParts {
-		o.parts = nil
+	if clear(o.table.parts); cap(o.table.parts) > keptParts {
+		o.table.parts = nil
 	}
-	o.done, o.destination, o.data, o.batch = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}, nil
+	o.done, o.pull.destination, o.data, o.of.batch = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}, nil
 	if len(p.free) < 256 && cap(o.meta) <= 4*metaRoom && cap(o.copies) <= 2*stageEach {
 		p.free = append(p.free, o)
 	}
+}
+
+// submit queues o. p.mu is held.
+func submit(p *peer, o *outgoing) error {
+	o.unsent = o.size
+	p.unsent += o.size
+	if err := p.sender.Submit(o); err != nil {
+		p.recycle(o)
+		return fmt.Errorf("%w: %w", van.ErrInvalid, err)
+	}
+	return nil
 }
 
 // flush posts the unposted work requests. p.mu is held.

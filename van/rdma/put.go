@@ -25,16 +25,16 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 		return
 	}
 	if o.isCanceled() || !l.dialect.mustSend(o) {
-		if o.batch != nil {
-			o.batch.canceled = true
+		if o.of.batch != nil {
+			o.of.batch.canceled = true
 		}
-		p.releaseSlots(o, at)
+		releaseSlots(p, o, at)
 		l.finishUnsent(id, o)
 		p.recycle(o)
 		return
 	}
-	if o.batch != nil {
-		p.putValue(id, r, stage, o, at)
+	if o.of.batch != nil {
+		putValue(p, id, r, stage, o, at)
 		return
 	}
 	n, inMeta := l.dialect.layout(o)
@@ -47,17 +47,17 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 	if split {
 		l.splits++
 	}
-	if split || o.split {
+	if split || o.table.split {
 		l.announceParts(meta)
 	}
-	byReference := p.putTrailer(r, o, meta, inMeta, split || o.split)
+	byReference := p.putTrailer(r, o, meta, inMeta, split || o.table.split)
 	if inMeta {
 		o.writeFrames(meta[aligned(len(o.meta)):])
 	} else {
 		l.addPayload(id, o, at, stage[metaRoom:], at.Index, 0, split)
 	}
 	l.addMeta(id, at, meta, byReference)
-	if o.batchMeta > 0 {
+	if o.table.meta > 0 {
 		l.dialect.unpin()
 	}
 	p.noteSent(r, o)
@@ -83,12 +83,12 @@ func (p *peer) stageMeta(r *conn.Record[sentMessage], o *outgoing, stage []byte,
 	if err := l.registerFrames(r, o); err != nil {
 		return nil, err
 	}
-	if o.destination.Len() > 0 {
-		rkey, err := p.registerDestination(o.destination, o.pullKey)
+	if o.pull.destination.Len() > 0 {
+		rkey, err := p.registerDestination(o.pull.destination, o.pull.key)
 		le.PutUint32(meta[metaOption:], rkey)
 		return meta, err
 	}
-	return meta, p.completeTable(o, meta)
+	return meta, completeTable(p, o, meta)
 }
 
 // canSplit reports whether o's value can be split over the queue pairs, and is large enough.
@@ -151,7 +151,7 @@ func (p *peer) noteSent(r *conn.Record[sentMessage], o *outgoing) {
 		p.unsent, o.unsent = p.unsent-o.unsent, 0
 		return
 	}
-	if o.size >= flushSize && (o.batch == nil || o.batch.values > 1) { // the batch follows its last value
+	if o.size >= flushSize && (o.of.batch == nil || o.of.batch.table.values > 1) { // the batch follows its last value
 		p.flush()
 	}
 	p.recycle(o)
@@ -202,17 +202,17 @@ func (l *link) finishUnsent(id uint32, o *outgoing) {
 
 // reject drops a message that cannot be sent. The requests that wait for its answer fail. p.mu is held.
 func (p *peer) reject(id uint32, o *outgoing, at *rendezvous.RemoteSlot, err error) {
-	p.releaseSlots(o, at)
+	releaseSlots(p, o, at)
 	p.link.finishUnsent(id, o)
 	p.failMessage(o, err)
 }
 
 // releaseSlots releases the slots of a message that will not be sent: at, which may be nil, and those of the values of a batch. p.mu is held.
-func (p *peer) releaseSlots(o *outgoing, at *rendezvous.RemoteSlot) {
+func releaseSlots(p *peer, o *outgoing, at *rendezvous.RemoteSlot) {
 	if at != nil {
 		p.sender.Release(at)
 	}
-	p.releaseValues(o)
+	releaseValues(p, o)
 }
 
 func (p *peer) failMessage(o *outgoing, err error) {
@@ -294,10 +294,10 @@ func (p *peer) dropQueued(o *outgoing, err error) {
 	if o.done != nil {
 		go o.done.Sent()
 	}
-	if o.batch != nil {
-		o.batch.canceled = true
+	if o.of.batch != nil {
+		o.of.batch.canceled = true
 	}
-	p.releaseValues(o)
+	releaseValues(p, o)
 	p.failMessage(o, err)
 }
 
@@ -320,5 +320,54 @@ func (p *peer) returnSlots() {
 		t.put(stage[:trailerLen])
 		l.queue.Add(id, 0, l.queue.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immReturn}, stage[:trailerLen]))
 		p.sender.ReturnsSent(t.n)
+	}
+}
+
+// putValue posts the work requests that write o, the value of a part, to its slot at. at is nil if o has the address. p.mu is held.
+func putValue(p *peer, id uint32, r *conn.Record[sentMessage], stage []byte, o *outgoing, at *rendezvous.RemoteSlot) {
+	l, b := p.link, o.of.batch
+	if err := l.registerFrames(r, o); err != nil {
+		b.canceled = true
+		p.reject(id, o, at, err)
+		return
+	}
+	split := p.v.cfg.SplitQPLag && l.canSplit(o)
+	if split {
+		l.splits++
+		b.table.split = true
+	}
+	index := uint32(0)
+	if at != nil {
+		index, b.table.parts[o.of.part].slot = at.Index, at
+		l.dialect.pin(o, at)
+	}
+	l.addPayload(id, o, at, stage, index, verbs.Signaled, split)
+	p.noteSent(r, o)
+}
+
+// completeTable puts the slots and the remote keys of pull tensors into the table of batch o. p.mu is held.
+func completeTable(p *peer, o *outgoing, meta []byte) error {
+	for i := range o.table.parts {
+		switch x := &o.table.parts[i]; {
+		case x.slot != nil:
+			le.PutUint32(o.entry(meta, i)[offKey:], x.slot.Index)
+		case x.into.Len() > 0:
+			rkey, err := p.registerDestination(x.into, x.pull)
+			if err != nil {
+				return err
+			}
+			le.PutUint32(o.entry(meta, i)[offKey:], rkey)
+		}
+	}
+	return nil
+}
+
+// releaseValues releases the slots of the values of o, if it is a batch that will not be sent. p.mu is held.
+func releaseValues(p *peer, o *outgoing) {
+	for i := range o.table.parts {
+		if s := o.table.parts[i].slot; s != nil {
+			p.sender.Release(s)
+			p.link.dialect.unpin()
+		}
 	}
 }

@@ -69,8 +69,8 @@ func sendBatch(p *peer, msg *van.Message) error {
 	err := whyRefused(p, msg)
 	if err == nil {
 		idle := p.sender.Waiting() == 0
-		if p.isNative() {
-			err = p.queueBatch(msg, all)
+		if isNative(p) {
+			err = queueBatch(p, msg, all)
 		} else {
 			msg.Done = all.Add()
 			err = msg.ExpandTo((*partQueue)(p))
@@ -87,7 +87,7 @@ func sendBatch(p *peer, msg *van.Message) error {
 }
 
 // isNative reports whether p is a node of this library, before the first connection according to its node record. p.mu is held.
-func (p *peer) isNative() bool {
+func isNative(p *peer) bool {
 	if p.link != nil {
 		return p.link.native
 	}
@@ -133,7 +133,7 @@ func (p *peer) queue(msg *van.Message) (done bool, err error) {
 	if size > maxData {
 		return false, fmt.Errorf("%w: %d bytes of payload, want at most %d", van.ErrInvalid, size, maxData)
 	}
-	o := p.newOutgoing()
+	o := newOutgoing(p)
 	if err := o.fill(msg, size); err != nil {
 		p.recycle(o)
 		return false, err
@@ -149,18 +149,7 @@ func (p *peer) queue(msg *van.Message) (done bool, err error) {
 		o.number = p.lastNumber
 	}
 	done = msg.Done != nil && o.done == nil
-	return done, p.submit(o)
-}
-
-// submit queues o. p.mu is held.
-func (p *peer) submit(o *outgoing) error {
-	o.unsent = o.size
-	p.unsent += o.size
-	if err := p.sender.Submit(o); err != nil {
-		p.recycle(o)
-		return fmt.Errorf("%w: %w", van.ErrInvalid, err)
-	}
-	return nil
+	return done, submit(p, o)
 }
 
 // sendQueued starts the queued messages that can be sent now. The caller has queued msg, or the messages that stand for it. idle says that
