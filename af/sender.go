@@ -1,7 +1,7 @@
 package af
 
-// The batches of one worker. A worker of this library sends a batch as one message. Messages of ps-lite, which C++ workers send, are
-// assembled to batches here.
+// The batches of one worker. A worker of this library sends a batch as one message. Messages of ps-lite, which C++ workers and some
+// transports send, are assembled to batches here.
 
 import (
 	"encoding/binary"

@@ -46,19 +46,21 @@ func TestRandomBatches(t *testing.T) {
 	for _, s := range []struct {
 		name     string
 		fails    bool
+		takes    bool
 		options  func(*env.Config)
 		network  func(*fakeverbs.Config)
 		revoking bool
 	}{
-		{name: "plain"},
-		{name: "few slots", options: func(c *env.Config) { c.AddressPoolSize = 24 }},
-		{name: "split", options: func(c *env.Config) { c.SplitQPLag = true }, network: func(c *fakeverbs.Config) { c.Jitter = 200 * time.Microsecond }},
-		{name: "no inline", network: func(c *fakeverbs.Config) { c.MaxInline = 0; c.CheckSource = true }},
-		{name: "much inline", network: func(c *fakeverbs.Config) { c.MaxInline = 1000; c.CheckSource = true }},
-		{name: "shallow", options: func(c *env.Config) { c.RDMAStartDepth, c.RDMARxDepth = 16, 16 }},
-		{name: "fails", fails: true},
-		{name: "fails, few slots, split", fails: true, options: func(c *env.Config) { c.AddressPoolSize, c.SplitQPLag = 24, true }},
-		{name: "revoking", fails: true, revoking: true},
+		{name: "plain", takes: true},
+		{name: "few slots", takes: true, options: func(c *env.Config) { c.AddressPoolSize = 24 }},
+		{name: "split", takes: true, options: func(c *env.Config) { c.SplitQPLag = true }, network: func(c *fakeverbs.Config) { c.Jitter = 200 * time.Microsecond }},
+		{name: "no inline", takes: true, network: func(c *fakeverbs.Config) { c.MaxInline = 0; c.CheckSource = true }},
+		{name: "much inline", takes: true, network: func(c *fakeverbs.Config) { c.MaxInline = 1000; c.CheckSource = true }},
+		{name: "one side", takes: false},
+		{name: "shallow", takes: true, options: func(c *env.Config) { c.RDMAStartDepth, c.RDMARxDepth = 16, 16 }},
+		{name: "fails", takes: true, fails: true},
+		{name: "fails, few slots, split", takes: true, fails: true, options: func(c *env.Config) { c.AddressPoolSize, c.SplitQPLag = 24, true }},
+		{name: "revoking", takes: true, fails: true, revoking: true},
 	} {
 		t.Run(s.name, func(t *testing.T) {
 			var options []func(*fakeverbs.Config)
@@ -70,6 +72,12 @@ func TestRandomBatches(t *testing.T) {
 				s.options = func(*env.Config) {}
 			}
 			w, v := r.pair(s.options)
+			if !s.takes {
+				p := (*w.tables.peers.Load())[8]
+				p.mu.Lock()
+				p.link.bundles = false
+				p.mu.Unlock()
+			}
 			if err := v.RegisterRecvBuffer(9, 9, backend.Bytes(make([]byte, 4096))); err != nil {
 				t.Fatal(err)
 			}

@@ -31,13 +31,8 @@ func (v *rvan) Invalidate(m backend.Mem) {
 			}
 		}
 		p.sender.Each(func(o *outgoing) {
-			if o.pull.destination.Overlaps(m) {
-				o.pull.destination, o.pull.invalidated = backend.Mem{}, true
-			}
-			for i := range o.table.parts {
-				if o.table.parts[i].into.Overlaps(m) {
-					o.table.parts[i].into = backend.Mem{}
-				}
+			if o.destination.Overlaps(m) {
+				o.destination, o.invalidated = backend.Mem{}, true
 			}
 		})
 		p.mu.Unlock()

@@ -27,10 +27,6 @@ type outboundDialect interface {
 	layout(o *outgoing) (n int, inMeta bool)
 	// trailer returns the trailer of o's meta; ok is false if the dialect has none.
 	trailer(o *outgoing, inMeta bool) (t trailer, ok bool)
-	// pin records that the value o of a batch was written to at, and that the batch was not sent yet. The peer must not release the slot
-	// meanwhile. unpin ends this for all values.
-	pin(o *outgoing, at *rendezvous.RemoteSlot)
-	unpin()
 }
 
 // inboundDialect is how slots are granted, and messages read, on a connection that a peer has opened. The feed is held.
@@ -59,7 +55,9 @@ type inboundDialect interface {
 	returnsCredits() bool
 	// handleSend handles a SEND other than a slot request. known is false for an invalid one.
 	handleSend(c *verbs.Completion, t *trailer) (known bool)
-	// splitMeta splits a message into its meta and what is behind it: inline frames, or the table and values of a batch.
+	// previousEnd returns the end of the message before the last one in b, which was written to a slot. 0: there is none.
+	previousEnd(b []byte) (end int, err error)
+	// splitMeta splits one message into its meta and the inline frames behind it.
 	splitMeta(b []byte, t *trailer) (meta, behind []byte, err error)
 	// frames locates the frames of a message in slot l.
 	frames(rx *received, l *receiveSlot, t *trailer, behind []byte) error

@@ -6,7 +6,6 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
-	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
 // This file owns outgoing messages: the data that Send takes from the caller, and the lengths on the wire.
@@ -31,10 +30,13 @@ type outgoing struct {
 	request, push bool
 	singleKey     bool // in StepMesh's form: one key, which the meta repeats
 	key           uint64
-	pull          pullOut
+	destination   backend.Mem
+	pullKey       pullKey
 	direct        bool // the value is written to addr with rkey
 	addr          uint64
 	rkey          uint32
+	pullLen       int  // length of a pull request's answer
+	invalidated   bool // no caller waits for the answer any more
 	id            requestID
 	canceled      bool // the memory of the frames belongs to the caller again
 
@@ -46,40 +48,6 @@ type outgoing struct {
 	size   int  // bytes of payload
 	unsent int  // part of size that peer.unsent includes
 	inMeta bool // all frames were copied, and fit behind the meta
-
-	table batchOut
-	of    valueOf
-}
-
-// pullOut is what a pull request says of its answer.
-type pullOut struct {
-	destination backend.Mem
-	key         pullKey
-	len         int
-	invalidated bool // no caller waits for the answer any more
-}
-
-// batchOut is what a batch adds; see batch.go. It is zero for other messages.
-type batchOut struct {
-	parts  []outPart
-	meta   int  // bytes of the meta, which the table and values follow
-	lends  bool // the device reads a value from the caller's memory
-	split  bool // a value was split over the queue pairs
-	values int  // number of queued values that are not recycled
-	ended  bool // it is recycled with its last value
-}
-
-// outPart is what a batch that is queued stores of a part.
-type outPart struct {
-	slot *rendezvous.RemoteSlot // that its value was written to
-	into backend.Mem            // the pull tensor
-	pull pullKey
-}
-
-// valueOf says of which part of a batch a message is the value; zero for other messages.
-type valueOf struct {
-	batch *outgoing
-	part  int
 }
 
 // smallPayload is the largest payload whose frames Send copies: a copy costs less than registering the caller's memory.
@@ -94,50 +62,33 @@ const (
 // smallFrame is the length below which a frame of a larger payload is copied.
 const smallFrame = 64
 
-// newOutgoing returns an empty message to p. p.mu is held.
-func newOutgoing(p *peer) *outgoing {
-	n := len(p.free)
-	if n == 0 {
-		return &outgoing{}
-	}
-	o := p.free[n-1]
-	p.free = p.free[:n-1]
-	*o = outgoing{meta: o.meta[:0], copies: o.copies[:0], table: batchOut{parts: o.table.parts[:0]}}
-	return o
-}
-
-// fillMeta takes over the meta of msg.
-func (o *outgoing) fillMeta(msg *van.Message) error {
+// fill takes over the meta and the frames of msg.
+func (o *outgoing) fill(msg *van.Message, size int) error {
 	n := msg.EncodedLen()
 	if n > maxMeta-trailerLen {
 		return fmt.Errorf("%w: %d bytes of meta and body, want at most %d", van.ErrInvalid, n, maxMeta-trailerLen)
 	}
 	if cap(o.meta) < n {
-		o.meta = make([]byte, max(n, conn.CellSize))
+		o.meta = make([]byte, max(n, metaRoom))
 	}
 	o.meta = o.meta[:n]
 	if err := msg.EncodeTo(o.meta); err != nil {
 		return err
 	}
+	control := msg.IsControl() || msg.SimpleApp
 	o.control = msg.IsControl()
-	o.oneShot, o.request, o.push, o.key = o.control || msg.SimpleApp, msg.Request, msg.Push, msg.Key
-	o.id = requestID{msg.AppID, msg.CustomerID, msg.Timestamp}
-	return nil
-}
-
-// fill takes over the meta and the frames of msg, which is no batch.
-func (o *outgoing) fill(msg *van.Message, size int) error {
-	if err := o.fillMeta(msg); err != nil {
-		return err
-	}
-	o.frames, o.size = msg.Frames, size
-	if !o.oneShot && msg.Frames >= 2 && msg.Keys.Len() == 8 && msg.Keys.OnHost() {
+	o.oneShot, o.request, o.push, o.key = control, msg.Request, msg.Push, msg.Key
+	o.frames, o.size, o.lens = msg.Frames, size, [van.MaxFrames]uint32{}
+	o.destination, o.direct, o.singleKey, o.pullLen, o.invalidated = backend.Mem{}, false, false, 0, false
+	o.id, o.canceled = requestID{msg.AppID, msg.CustomerID, msg.Timestamp}, false
+	if !control && msg.Frames >= 2 && msg.Keys.Len() == 8 && msg.Keys.OnHost() {
 		o.useSingleKeyForm(msg)
 	}
+	o.copies = o.copies[:0]
 	zeroCopy := false
 	for i := range msg.Frames {
 		f := msg.Frame(i)
-		o.lens[i] = uint32(f.Len())
+		o.lens[i], o.data[i] = uint32(f.Len()), backend.Mem{}
 		if o.singleKey && i != 1 || f.Len() == 0 {
 			continue // the receiver derives them from the meta
 		}
@@ -172,9 +123,9 @@ func (o *outgoing) useSingleKeyForm(msg *van.Message) {
 	le.PutUint64(o.meta[metaKey:], key)
 	o.singleKey, o.key = true, key
 	if pull {
-		o.pull.len = int(msg.ValLen)
-		if msg.Into.Len() == o.pull.len && msg.Addr == msg.Into.Addr() {
-			o.pull.destination, o.pull.key = msg.Into, keyOf(&msg.Meta)
+		o.pullLen = int(msg.ValLen)
+		if msg.Into.Len() == o.pullLen && msg.Addr == msg.Into.Addr() {
+			o.destination, o.pullKey = msg.Into, keyOf(&msg.Meta)
 		}
 	}
 	if !msg.Request && !msg.Push && msg.Option != 0 && msg.Vals.Len() > 0 {
@@ -182,9 +133,14 @@ func (o *outgoing) useSingleKeyForm(msg *van.Message) {
 	}
 }
 
-// isZeroCopy reports whether o is a request of which the device reads a value from the caller's memory.
+// isZeroCopy reports whether o is a request whose value the device reads from the caller's memory.
 func (o *outgoing) isZeroCopy() bool {
-	return o.request && !o.oneShot && (o.table.lends || o.data != [van.MaxFrames]backend.Mem{})
+	return o.request && !o.oneShot && o.data != [van.MaxFrames]backend.Mem{}
+}
+
+// fitsBundle reports whether all of o fits into the cell of its meta.
+func (o *outgoing) fitsBundle() bool {
+	return !o.oneShot && (o.inMeta || len(o.copies) == 0 && o.data == [len(o.data)]backend.Mem{})
 }
 
 // packedLen returns the number of bytes that are written to the slot's data.
@@ -218,17 +174,4 @@ type requestID struct{ app, customer, ts int32 }
 
 func (r requestID) in(q *van.Requests) bool {
 	return r.app == q.App && r.customer == q.Customer && r.ts >= q.First && r.ts-q.First < q.Count
-}
-
-// entry returns the table's entry for part i in meta.
-func (o *outgoing) entry(meta []byte, i int) []byte {
-	return meta[aligned(o.table.meta)+entryLen*i:][:entryLen]
-}
-
-// isCanceled reports whether o is not to be sent: it was canceled, or it is a value of a batch that was.
-func (o *outgoing) isCanceled() bool { return o.canceled || o.of.batch != nil && o.of.batch.canceled }
-
-// needsNoSlot reports whether o is put in its turn without a slot: the peer has named the memory of a value, or o is not sent.
-func (o *outgoing) needsNoSlot() bool {
-	return o.of.batch != nil && o.direct || (o.of.batch != nil || o.table.meta > 0) && o.isCanceled()
 }

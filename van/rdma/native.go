@@ -17,7 +17,6 @@ import (
 // nativeOut is the dialect of a link to a native node.
 type nativeOut struct {
 	keySlots map[uint64]bool // whether a key has slots of its own; no entry: unknown
-	pinned   map[uint64]int  // bytes of the slots of keys that values of an unfinished batch are in
 }
 
 // maxKeys limits the entries of keys without slots of their own.
@@ -36,27 +35,7 @@ func (d *nativeOut) setKeySlot(key uint64, own bool) {
 
 func (d *nativeOut) check(*outgoing) error { return nil }
 
-func (d *nativeOut) pin(o *outgoing, at *rendezvous.RemoteSlot) {
-	if d.keySlots[o.key] {
-		if d.pinned == nil {
-			d.pinned = map[uint64]int{}
-		}
-		d.pinned[o.key] = at.DataLen
-	}
-}
-
-func (d *nativeOut) unpin() { clear(d.pinned) }
-
-// mayOutgrow reports whether a slot request of o's key, with need n, would end no slot that a value of an unfinished batch is in.
-func (d *nativeOut) mayOutgrow(o *outgoing, n *rendezvous.Need) bool {
-	pinned, ok := d.pinned[o.key]
-	return !ok || n.Exact <= pinned && n.Meta <= conn.CellSize
-}
-
 func (d *nativeOut) need(o *outgoing) rendezvous.Need {
-	if o.needsNoSlot() {
-		return rendezvous.Need{None: true}
-	}
 	n := rendezvous.Need{OneShot: o.oneShot, Meta: len(o.meta) + trailerLen}
 	if n.Meta > conn.CellSize {
 		n.Meta = 1 << bits.Len(uint(n.Meta-1)) // a power of two, so that the slot can be used again for other metas
@@ -72,7 +51,7 @@ func (d *nativeOut) need(o *outgoing) rendezvous.Need {
 		return n
 	}
 	if o.request && o.push && o.singleKey && n.Exact > 0 {
-		if own, known := d.keySlots[o.key]; (own || !known) && d.mayOutgrow(o, &n) {
+		if own, known := d.keySlots[o.key]; own || !known {
 			n.Route = rendezvous.Route{Key: o.key, Push: true, Request: true}
 			if own {
 				n.Data = n.Exact
@@ -150,9 +129,6 @@ func (d *nativeOut) layout(o *outgoing) (n int, inMeta bool) {
 }
 
 func (d *nativeOut) trailer(o *outgoing, inMeta bool) (trailer, bool) {
-	if o.table.meta > 0 {
-		return trailer{batch: true, metaLen: o.table.meta}, true
-	}
 	t := trailer{packed: !o.singleKey, placed: o.direct && !inMeta, frames: o.frames, lens: o.lens, inMeta: inMeta}
 	if inMeta {
 		t.metaLen = len(o.meta)
@@ -276,6 +252,17 @@ func (d nativeIn) handleSend(c *verbs.Completion, t *trailer) (known bool) {
 	return true
 }
 
+func (d nativeIn) previousEnd(b []byte) (end int, err error) {
+	const least = rawMeta + trailerLen
+	if !d.handshake.bundles || len(b) < least {
+		return 0, nil // splitMeta refuses what is too short
+	}
+	if end = int(le.Uint16(b[len(b)-trailerLen+offBefore:])); end > 0 && (end < least || aligned(end) > len(b)-least) {
+		return 0, &van.FieldError{Field: "trailer end of the previous message", Value: end, Want: fmt.Sprintf("0, or %d to %d", least, len(b)-least)}
+	}
+	return end, nil
+}
+
 func (d nativeIn) splitMeta(b []byte, t *trailer) (meta, behind []byte, err error) {
 	if len(b) < rawMeta+trailerLen {
 		return nil, nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("at least %d", rawMeta+trailerLen)}
@@ -284,7 +271,7 @@ func (d nativeIn) splitMeta(b []byte, t *trailer) (meta, behind []byte, err erro
 		return nil, nil, err
 	}
 	b = b[:len(b)-trailerLen]
-	if t.inMeta || t.batch {
+	if t.inMeta {
 		if t.metaLen < rawMeta || aligned(t.metaLen) > len(b) {
 			return nil, nil, &van.FieldError{Field: "trailer meta length", Value: t.metaLen, Want: fmt.Sprintf("%d to %d", rawMeta, len(b))}
 		}
@@ -307,15 +294,6 @@ func (d nativeIn) returnsCredits() bool { return true }
 // frames locates the frames of a message. behind holds the inline frames.
 func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte) error {
 	m := &rx.msg
-	if t.batch {
-		if !m.Request {
-			rx.usesCell = endPulls((*d.v.tables.peers.Load())[d.handshake.node], m) && rx.usesCell
-		}
-		if rx.usesCell {
-			rx.slot = l
-		}
-		return nil
-	}
 	m.Frames = t.frames
 	data, room := l.Memory.data, min(l.Data, l.Memory.data.Len())
 	if t.inMeta {

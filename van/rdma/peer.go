@@ -2,7 +2,6 @@ package rdma
 
 import (
 	"context"
-	"fmt"
 	"net/netip"
 	"sync"
 	"sync/atomic"
@@ -74,13 +73,15 @@ type link struct {
 	native  bool // the peer is a native node
 	// numbered: control messages have numbers, so that the uncertain ones can be sent again after a break.
 	numbered    bool
+	bundles     bool   // several small messages may be sent in one write
+	bundle      bundle // the last write, if messages may be added
 	connectedAs int    // this node's id when it connected
 	process     uint32 // incarnation in the peer's answer; 0: not known
 	upProof     upProof
 	class       int // the traffic class, or unset
 	epoch       uint32
 	probeDue    conn.DueItem
-	splits      uint64 // number of split values so far
+	splits      uint64 // number of split messages so far
 	seq         uint64 // number of numbered control messages so far
 	failed      chan error
 	uncertain   []*inbound // connections whose credits may have been lost with this link
@@ -101,36 +102,13 @@ type pullDestination struct {
 func (p *peer) recycle(o *outgoing) {
 	p.unsent -= o.unsent
 	o.unsent = 0
-	if o.table.values > 0 { // they are behind other messages, and name o
-		o.canceled, o.table.ended = true, true
-		return
-	}
-	if b := o.of.batch; b != nil {
-		if b.table.values--; b.table.values == 0 && b.table.ended {
-			defer p.recycle(b)
-		}
-	}
 	for _, m := range o.data {
 		m.Release() // the region itself retains memory that the device reads
 	}
-	if clear(o.table.parts); cap(o.table.parts) > keptParts {
-		o.table.parts = nil
-	}
-	o.done, o.pull.destination, o.data, o.of.batch = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}, nil
+	o.done, o.destination, o.data = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}
 	if len(p.free) < 256 && cap(o.meta) <= 4*metaRoom && cap(o.copies) <= 2*stageEach {
 		p.free = append(p.free, o)
 	}
-}
-
-// submit queues o. p.mu is held.
-func submit(p *peer, o *outgoing) error {
-	o.unsent = o.size
-	p.unsent += o.size
-	if err := p.sender.Submit(o); err != nil {
-		p.recycle(o)
-		return fmt.Errorf("%w: %w", van.ErrInvalid, err)
-	}
-	return nil
 }
 
 // flush posts the unposted work requests. p.mu is held.
@@ -142,6 +120,7 @@ func (p *peer) flush() {
 	if l == nil || l.queue.Unposted() == 0 {
 		return
 	}
+	l.bundle = bundle{}
 	if err := l.queue.Post(); err != nil {
 		l.fail(asLost(err))
 	}

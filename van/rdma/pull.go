@@ -34,29 +34,22 @@ func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied boo
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !msg.Push {
-		mem, copied = endPullLocked(p, keyOf(msg), msg.Addr, int(msg.ValLen), value)
+		k := keyOf(msg)
+		if x, ok := p.pulls[k]; ok {
+			delete(p.pulls, k)
+			if msg.Addr == x.mem.Addr() && int(msg.ValLen) == x.mem.Len() {
+				mem = x.mem
+				if copied = len(value) > 0 && len(value) == mem.Len() && mem.OnHost(); copied {
+					copy(mem.Host(), value)
+				}
+			}
+			x.region.Release()
+		}
 	}
 	if l := p.link; l != nil && l.dialect.requestAnswered(p.sender, msg.Key, msg.Push) {
 		p.pump()
 		p.flush()
 	}
-	return mem, copied
-}
-
-// endPullLocked ends the pull k. It returns the memory of its destination if that is n bytes at addr; see endPull. p.mu is held.
-func endPullLocked(p *peer, k pullKey, addr uint64, n int, value []byte) (mem backend.Mem, copied bool) {
-	x, ok := p.pulls[k]
-	if !ok {
-		return mem, false
-	}
-	delete(p.pulls, k)
-	if addr == x.mem.Addr() && n == x.mem.Len() {
-		mem = x.mem
-		if copied = len(value) > 0 && len(value) == n && mem.OnHost(); copied {
-			copy(mem.Host(), value)
-		}
-	}
-	x.region.Release()
 	return mem, copied
 }
 
@@ -188,34 +181,4 @@ func (p *peer) handleSend(d *device, l *link, c *verbs.Completion) {
 	if err != nil {
 		p.v.malformedFrom(p.name(), err)
 	}
-}
-
-// endPulls ends the requests that m, a batch of answers from p, answers. It sets the values that were written to pull tensors, and copies
-// short ones there. It reports whether a value is elsewhere. p is nil if this node has no such peer.
-func endPulls(p *peer, m *van.Message) (elsewhere bool) {
-	if p != nil {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-	}
-	for i := range m.Parts {
-		x := &m.Parts[i]
-		var into backend.Mem
-		copied := false
-		if p != nil {
-			var small []byte
-			if x.Vals.Len() <= smallPayload && x.Vals.OnHost() {
-				small = x.Vals.Host()
-			}
-			into, copied = endPullLocked(p, pullKey{x.Timestamp, int16(m.AppID), int16(m.CustomerID), x.Key}, x.Addr, x.Len, small)
-		}
-		switch {
-		case copied, x.Placed && into.Len() == x.Len:
-			x.Vals, x.Placed = into, true
-		case x.Placed:
-			x.Placed = false // the answer is late: no caller waits for it
-		case x.Len > 0:
-			elsewhere = true
-		}
-	}
-	return elsewhere
 }

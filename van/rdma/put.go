@@ -24,17 +24,10 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 		p.reject(id, o, at, err)
 		return
 	}
-	if o.isCanceled() || !l.dialect.mustSend(o) {
-		if o.of.batch != nil {
-			o.of.batch.canceled = true
-		}
-		releaseSlots(p, o, at)
+	if o.canceled || !l.dialect.mustSend(o) {
+		p.sender.Release(at)
 		l.finishUnsent(id, o)
 		p.recycle(o)
-		return
-	}
-	if o.of.batch != nil {
-		putValue(p, id, r, stage, o, at)
 		return
 	}
 	n, inMeta := l.dialect.layout(o)
@@ -45,20 +38,18 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 	}
 	split := !inMeta && p.v.cfg.SplitQPLag && l.canSplit(o)
 	if split {
-		l.splits++
-	}
-	if split || o.table.split {
 		l.announceParts(meta)
 	}
-	byReference := p.putTrailer(r, o, meta, inMeta, split || o.table.split)
+	byReference := p.putTrailer(r, o, meta, inMeta, split)
 	if inMeta {
 		o.writeFrames(meta[aligned(len(o.meta)):])
 	} else {
-		l.addPayload(id, o, at, stage[metaRoom:], at.Index, 0, split)
+		l.addPayload(id, o, at, stage[metaRoom:], split)
 	}
 	l.addMeta(id, at, meta, byReference)
-	if o.table.meta > 0 {
-		l.dialect.unpin()
+	l.bundle = bundle{}
+	if l.bundles && o.fitsBundle() {
+		l.bundle = bundle{record: id, end: n, limit: min(at.MetaLen, len(stage))}
 	}
 	p.noteSent(r, o)
 }
@@ -83,12 +74,10 @@ func (p *peer) stageMeta(r *conn.Record[sentMessage], o *outgoing, stage []byte,
 	if err := l.registerFrames(r, o); err != nil {
 		return nil, err
 	}
-	if o.pull.destination.Len() > 0 {
-		rkey, err := p.registerDestination(o.pull.destination, o.pull.key)
-		le.PutUint32(meta[metaOption:], rkey)
-		return meta, err
+	if o.destination.Len() > 0 {
+		return meta, p.registerDestination(l, o, meta)
 	}
-	return meta, completeTable(p, o, meta)
+	return meta, nil
 }
 
 // canSplit reports whether o's value can be split over the queue pairs, and is large enough.
@@ -96,8 +85,9 @@ func (l *link) canSplit(o *outgoing) bool {
 	return len(l.queue.QueuePairs) > 1 && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
 }
 
-// announceParts says in the meta of a message how many notifications of parts of split values precede it.
+// announceParts says in the meta of a split message how many notifications of parts precede it.
 func (l *link) announceParts(meta []byte) {
+	l.splits++
 	le.PutUint32(meta[metaSlaves:], uint32(len(l.queue.QueuePairs)-1))
 	for i := range 2 {
 		le.PutUint64(meta[metaCounter+8*i:], l.splits)
@@ -151,7 +141,7 @@ func (p *peer) noteSent(r *conn.Record[sentMessage], o *outgoing) {
 		p.unsent, o.unsent = p.unsent-o.unsent, 0
 		return
 	}
-	if o.size >= flushSize && (o.of.batch == nil || o.of.batch.table.values > 1) { // the batch follows its last value
+	if o.size >= flushSize {
 		p.flush()
 	}
 	p.recycle(o)
@@ -179,18 +169,18 @@ func (l *link) registerFrames(r *conn.Record[sentMessage], o *outgoing) error {
 	return nil
 }
 
-// registerDestination registers mem as the destination of the answer to a pull, and returns its remote key.
-func (p *peer) registerDestination(mem backend.Mem, pull pullKey) (rkey uint32, err error) {
-	l := p.link
-	reg, err := l.device.regions.Get(mem, verbs.LocalWrite|verbs.RemoteWrite)
+// registerDestination registers the memory of the answer's destination, and puts its key into the meta.
+func (p *peer) registerDestination(l *link, o *outgoing, meta []byte) error {
+	reg, err := l.device.regions.Get(o.destination, verbs.LocalWrite|verbs.RemoteWrite)
 	if err != nil {
-		return 0, fmt.Errorf("memory for the answer, %d bytes: %w", mem.Len(), err)
+		return fmt.Errorf("memory for the answer, %d bytes: %w", o.destination.Len(), err)
 	}
-	if old, again := p.pulls[pull]; again {
+	if old, again := p.pulls[o.pullKey]; again {
 		old.region.Release()
 	}
-	p.pulls[pull] = pullDestination{mem, reg, !l.native, l}
-	return reg.MR.RKey(), nil
+	p.pulls[o.pullKey] = pullDestination{o.destination, reg, !l.native, l}
+	le.PutUint32(meta[metaOption:], reg.MR.RKey())
+	return nil
 }
 
 // finishUnsent ends record id, whose message is not sent.
@@ -202,17 +192,9 @@ func (l *link) finishUnsent(id uint32, o *outgoing) {
 
 // reject drops a message that cannot be sent. The requests that wait for its answer fail. p.mu is held.
 func (p *peer) reject(id uint32, o *outgoing, at *rendezvous.RemoteSlot, err error) {
-	releaseSlots(p, o, at)
+	p.sender.Release(at)
 	p.link.finishUnsent(id, o)
 	p.failMessage(o, err)
-}
-
-// releaseSlots releases the slots of a message that will not be sent: at, which may be nil, and those of the values of a batch. p.mu is held.
-func releaseSlots(p *peer, o *outgoing, at *rendezvous.RemoteSlot) {
-	if at != nil {
-		p.sender.Release(at)
-	}
-	releaseValues(p, o)
 }
 
 func (p *peer) failMessage(o *outgoing, err error) {
@@ -220,18 +202,18 @@ func (p *peer) failMessage(o *outgoing, err error) {
 	go p.v.notifyFailure(p, p.link, err)
 }
 
-// addPayload adds the writes of the payload, those of a single value with flags. at may be nil if o has the address.
-func (l *link) addPayload(id uint32, o *outgoing, at *rendezvous.RemoteSlot, stage []byte, index, flags uint32, split bool) {
+// addPayload adds the writes of the payload.
+func (l *link) addPayload(id uint32, o *outgoing, at *rendezvous.RemoteSlot, stage []byte, split bool) {
 	r := l.queue.Record(id)
-	to, rkey := o.addr, o.rkey
-	if !o.direct {
-		to, rkey = at.Data, at.DataKey
+	to, rkey := at.Data, at.DataKey
+	if o.direct {
+		to, rkey = o.addr, o.rkey
 	}
 	if o.singleKey {
 		if o.request && !o.push || o.frames == 0 || o.lens[1] == 0 {
 			return
 		}
-		wr := verbs.SendWR{Op: verbs.OpWrite, Flags: flags, RemoteAddr: to, RKey: rkey}
+		wr := verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: to, RKey: rkey}
 		if o.data[1].Len() == 0 {
 			l.queue.Add(id, 0, l.queue.Staged(wr, stage[:copy(stage, o.copies)]))
 			return
@@ -248,7 +230,7 @@ func (l *link) addPayload(id uint32, o *outgoing, at *rendezvous.RemoteSlot, sta
 		off := uint64(first.Len)
 		for q := 1; q < len(l.queue.QueuePairs); q++ {
 			x := wr
-			x.Op, x.Flags, x.Imm = verbs.OpWriteImm, verbs.Signaled, index|immSlave
+			x.Op, x.Flags, x.Imm = verbs.OpWriteImm, verbs.Signaled, at.Index|immSlave
 			x.LocalAddr, x.RemoteAddr, x.Len = wr.LocalAddr+off, wr.RemoteAddr+off, part
 			l.queue.Add(id, q, x)
 			off += uint64(part)
@@ -294,10 +276,6 @@ func (p *peer) dropQueued(o *outgoing, err error) {
 	if o.done != nil {
 		go o.done.Sent()
 	}
-	if o.of.batch != nil {
-		o.of.batch.canceled = true
-	}
-	releaseValues(p, o)
 	p.failMessage(o, err)
 }
 
@@ -320,54 +298,5 @@ func (p *peer) returnSlots() {
 		t.put(stage[:trailerLen])
 		l.queue.Add(id, 0, l.queue.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immReturn}, stage[:trailerLen]))
 		p.sender.ReturnsSent(t.n)
-	}
-}
-
-// putValue posts the work requests that write o, the value of a part, to its slot at. at is nil if o has the address. p.mu is held.
-func putValue(p *peer, id uint32, r *conn.Record[sentMessage], stage []byte, o *outgoing, at *rendezvous.RemoteSlot) {
-	l, b := p.link, o.of.batch
-	if err := l.registerFrames(r, o); err != nil {
-		b.canceled = true
-		p.reject(id, o, at, err)
-		return
-	}
-	split := p.v.cfg.SplitQPLag && l.canSplit(o)
-	if split {
-		l.splits++
-		b.table.split = true
-	}
-	index := uint32(0)
-	if at != nil {
-		index, b.table.parts[o.of.part].slot = at.Index, at
-		l.dialect.pin(o, at)
-	}
-	l.addPayload(id, o, at, stage, index, verbs.Signaled, split)
-	p.noteSent(r, o)
-}
-
-// completeTable puts the slots and the remote keys of pull tensors into the table of batch o. p.mu is held.
-func completeTable(p *peer, o *outgoing, meta []byte) error {
-	for i := range o.table.parts {
-		switch x := &o.table.parts[i]; {
-		case x.slot != nil:
-			le.PutUint32(o.entry(meta, i)[offKey:], x.slot.Index)
-		case x.into.Len() > 0:
-			rkey, err := p.registerDestination(x.into, x.pull)
-			if err != nil {
-				return err
-			}
-			le.PutUint32(o.entry(meta, i)[offKey:], rkey)
-		}
-	}
-	return nil
-}
-
-// releaseValues releases the slots of the values of o, if it is a batch that will not be sent. p.mu is held.
-func releaseValues(p *peer, o *outgoing) {
-	for i := range o.table.parts {
-		if s := o.table.parts[i].slot; s != nil {
-			p.sender.Release(s)
-			p.link.dialect.unpin()
-		}
 	}
 }

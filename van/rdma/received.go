@@ -13,16 +13,14 @@ import (
 
 // received is a received message.
 type received struct {
-	msg      van.Message
-	d        *device
-	in       *inbound
-	slot     *receiveSlot   // holds the frames; nil: the frames are elsewhere
-	slots    []*receiveSlot // hold other values of a batch
-	usesCell bool           // values of a batch are between the meta and the trailer
-	splits   uint64         // notifications of parts that must precede the message
-	key      [8]byte
-	lens     [4]byte
-	copies   []byte // copies of keys and lengths, if there are several
+	msg    van.Message
+	d      *device
+	in     *inbound
+	slot   *receiveSlot // holds the frames; nil: the frames are elsewhere
+	splits uint64       // notifications of parts that must precede the message
+	key    [8]byte
+	lens   [4]byte
+	copies []byte // copies of keys and lengths, if there are several
 }
 
 // maxKeptCopies is the capacity of copies that a pooled message keeps.
@@ -81,13 +79,7 @@ func (p *pool) Free(m *van.Message) {
 	if l := rx.slot; l != nil {
 		slotSet{rx.in}.release(l)
 	}
-	for _, l := range rx.slots {
-		slotSet{rx.in}.release(l)
-	}
-	if clear(rx.slots); cap(rx.slots) > keptParts {
-		rx.slots = nil
-	}
-	rx.in, rx.slot, rx.slots, rx.usesCell, rx.splits = nil, nil, rx.slots[:0], false, 0
+	rx.in, rx.slot, rx.splits = nil, nil, 0
 	if rx.copies = rx.copies[:0]; cap(rx.copies) > maxKeptCopies {
 		rx.copies = nil
 	}

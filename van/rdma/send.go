@@ -55,7 +55,7 @@ func (v *rvan) Send(msg *van.Message) error {
 	return nil
 }
 
-// sendBatch passes msg, a batch, to the rendezvous. To a C++ node it passes the messages that stand for it: all of them, or none.
+// sendBatch passes the messages that stand for msg, a batch, to the rendezvous: all of them, or none.
 func sendBatch(p *peer, msg *van.Message) error {
 	for i := range msg.Parts {
 		if x := &msg.Parts[i]; x.Vals.Len() > maxData-smallFrame {
@@ -64,17 +64,13 @@ func sendBatch(p *peer, msg *van.Message) error {
 	}
 	// Done must not be called while p.mu is held.
 	all, done := van.NewAllSent(msg.Done), msg.Done
+	msg.Done = all.Add()
 	defer func() { msg.Done = done }()
 	p.mu.Lock()
 	err := whyRefused(p, msg)
 	if err == nil {
 		idle := p.sender.Waiting() == 0
-		if isNative(p) {
-			err = queueBatch(p, msg, all)
-		} else {
-			msg.Done = all.Add()
-			err = msg.ExpandTo((*partQueue)(p))
-		}
+		err = msg.ExpandTo((*partQueue)(p))
 		sendQueued(p, msg, idle)
 	}
 	p.mu.Unlock()
@@ -84,14 +80,6 @@ func sendBatch(p *peer, msg *van.Message) error {
 	}
 	all.Sent()
 	return nil
-}
-
-// isNative reports whether p is a node of this library, before the first connection according to its node record. p.mu is held.
-func isNative(p *peer) bool {
-	if p.link != nil {
-		return p.link.native
-	}
-	return p.incarnation != 0
 }
 
 // partQueue queues the messages that stand for a batch.
@@ -133,7 +121,12 @@ func (p *peer) queue(msg *van.Message) (done bool, err error) {
 	if size > maxData {
 		return false, fmt.Errorf("%w: %d bytes of payload, want at most %d", van.ErrInvalid, size, maxData)
 	}
-	o := newOutgoing(p)
+	var o *outgoing
+	if n := len(p.free); n > 0 {
+		o, p.free = p.free[n-1], p.free[:n-1]
+	} else {
+		o = &outgoing{}
+	}
 	if err := o.fill(msg, size); err != nil {
 		p.recycle(o)
 		return false, err
@@ -148,8 +141,14 @@ func (p *peer) queue(msg *van.Message) (done bool, err error) {
 		p.lastNumber++
 		o.number = p.lastNumber
 	}
+	o.unsent = size
+	p.unsent += size
 	done = msg.Done != nil && o.done == nil
-	return done, submit(p, o)
+	if err = p.sender.Submit(o); err != nil {
+		p.recycle(o)
+		return false, fmt.Errorf("%w: %w", van.ErrInvalid, err)
+	}
+	return done, nil
 }
 
 // sendQueued starts the queued messages that can be sent now. The caller has queued msg, or the messages that stand for it. idle says that
@@ -174,6 +173,11 @@ func (v *node) sendError(msg *van.Message, p *peer, err error) error {
 // pump carries out the rendezvous' decisions while the link can take work requests. p.mu is held.
 func (p *peer) pump() {
 	for l := p.link; l != nil && l.queue.CanBegin(); {
+		if o, ok := p.sender.First(); ok && l.bundle.fits(l, o) {
+			p.sender.TakeFirst()
+			l.bundle.add(p, o)
+			continue
+		}
 		a, ok := p.sender.Next()
 		if !ok {
 			return

@@ -53,12 +53,7 @@ func weight(m *van.Message) int {
 	if !m.Placed { // otherwise the payload is in memory of the application
 		n += m.PayloadLen()
 	}
-	for i := range m.Parts {
-		if x := &m.Parts[i]; x.Placed {
-			n -= x.Vals.Len()
-		}
-	}
-	return n + van.PartBytes*len(m.Parts)
+	return n
 }
 
 // messageBytes is the approximate size of a message without its data.

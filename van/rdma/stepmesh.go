@@ -19,14 +19,12 @@ type stepmeshOut struct {
 
 func (d *stepmeshOut) check(o *outgoing) error {
 	switch {
-	case o.of.batch != nil || o.table.meta > 0: // queued when the peer was taken for a node of this library
-		return fmt.Errorf("%w: the peer is a node of the C++ library, which has no batches", van.ErrPeerLost)
-	case o.pull.invalidated, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
+	case o.invalidated, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
 		return nil
-	case o.request && o.singleKey && (o.push && o.lens[1] > 0 || !o.push && o.pull.destination.Len() > 0):
+	case o.request && o.singleKey && (o.push && o.lens[1] > 0 || !o.push && o.destination.Len() > 0):
 		// The peer has one buffer for all requests of a key, whose size the first request sets. It writes only pushes there. It
 		// answers pulls to the address in the request.
-		n := max(int(o.lens[1]), o.pull.len)
+		n := max(int(o.lens[1]), o.pullLen)
 		have, known := d.keySizes[o.key]
 		if !known {
 			d.keySizes[o.key] = n
@@ -58,8 +56,8 @@ func (d *stepmeshOut) completeRequest(s *slotRequest, o *outgoing, _ rendezvous.
 	for i := range o.frames {
 		s.data[i] = uint64(o.lens[i])
 	}
-	if o.pull.len > 0 {
-		s.data[1] = uint64(min(o.pull.len, d.keySizes[o.key]))
+	if o.pullLen > 0 {
+		s.data[1] = uint64(min(o.pullLen, d.keySizes[o.key]))
 	}
 }
 
@@ -76,15 +74,11 @@ func (d *stepmeshOut) requestAnswered(snd *rendezvous.Sender[*outgoing], key uin
 }
 
 // mustSend: an answer to an invalidated request must not be sent, since the peer would still write to the memory.
-func (d *stepmeshOut) mustSend(o *outgoing) bool { return !o.pull.invalidated }
+func (d *stepmeshOut) mustSend(o *outgoing) bool { return !o.invalidated }
 
 func (d *stepmeshOut) layout(o *outgoing) (n int, inMeta bool) { return len(o.meta), false }
 
 func (d *stepmeshOut) trailer(*outgoing, bool) (t trailer, ok bool) { return t, false }
-
-func (d *stepmeshOut) pin(*outgoing, *rendezvous.RemoteSlot) {}
-
-func (d *stepmeshOut) unpin() {}
 
 // stepmeshIn is the dialect of a connection that a StepMesh node has opened.
 type stepmeshIn struct{ slotSet }
@@ -130,6 +124,8 @@ func (d stepmeshIn) record(*receiveSlot) {}
 func (d stepmeshIn) endOutgrown(*slotRequest) {}
 
 func (d stepmeshIn) handleSend(*verbs.Completion, *trailer) (known bool) { return false }
+
+func (d stepmeshIn) previousEnd([]byte) (end int, err error) { return 0, nil }
 
 func (d stepmeshIn) splitMeta(b []byte, _ *trailer) (meta, behind []byte, err error) {
 	return b, nil, nil

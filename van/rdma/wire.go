@@ -48,6 +48,7 @@ const (
 	offEpoch         = 28
 	offQPIndex       = 32
 	offQPCount       = 33
+	offFeatures      = 34
 	offReason        = 34 // of a rejection: a text
 	offCode          = 28 // of a rejection: a code
 	offIncarn        = 36
@@ -55,6 +56,9 @@ const (
 	offNodePort      = 4
 	offNodeHost      = 6
 )
+
+// acceptsBundles, at offFeatures: see handshake.bundles.
+const acceptsBundles = 1
 
 // handshake is what one end says of itself when a queue pair connects.
 type handshake struct {
@@ -66,6 +70,7 @@ type handshake struct {
 	epoch   uint32 // of the connection; the same for all its queue pairs
 	qp      int    // number of the queue pair, from 0
 	qpCount int
+	bundles bool // accepts several messages in one write
 	// incarnation is that of the process; 0: not known.
 	incarnation uint32
 }
@@ -96,6 +101,9 @@ func (h *handshake) encode() []byte {
 	le.PutUint32(b[offMagic:], magic)
 	le.PutUint32(b[offEpoch:], h.epoch)
 	b[offQPIndex], b[offQPCount] = byte(h.qp), byte(h.qpCount)
+	if h.bundles {
+		b[offFeatures] = acceptsBundles
+	}
 	le.PutUint32(b[offIncarn:], h.incarnation)
 	return b
 }
@@ -114,6 +122,7 @@ func decodeHandshake(b []byte) (handshake, error) {
 	if len(b) >= nativeContextLen && le.Uint32(b[offMagic:]) == magic {
 		h.native, h.epoch = true, le.Uint32(b[offEpoch:])
 		h.qp, h.qpCount = int(b[offQPIndex]), int(b[offQPCount])
+		h.bundles = b[offFeatures]&acceptsBundles != 0
 		h.incarnation = le.Uint32(b[offIncarn:])
 		if h.qp >= h.qpCount {
 			return h, &van.FieldError{Field: "private data: queue pair", Value: h.qp, Want: fmt.Sprintf("below their number, %d", h.qpCount)}
@@ -259,18 +268,18 @@ const (
 
 // trailer follows the meta in messages between native nodes.
 type trailer struct {
-	packed   bool // the frames are packed in the slot's data
-	placed   bool // the value was written to the destination of the request
-	frames   int
-	lens     [van.MaxFrames]uint32 // of the frames in bytes
-	epoch    uint32                // of the connection whose slots are returned
-	credits  [maxCredits]uint16
-	n        int  // number of credits
-	numbered bool // of a control message: lens[0] is its number, lens[1] the tag of its sender's peer object
-	inMeta   bool // the frames are between the meta and the trailer
-	batch    bool // the table and the values of a batch are between the meta and the trailer
-	metaLen  int  // of the meta, if inMeta or batch
-	canceled bool // the request was canceled before it was sent: its value may have changed
+	packed      bool // the frames are packed in the slot's data
+	placed      bool // the value was written to the destination of the request
+	frames      int
+	lens        [van.MaxFrames]uint32 // of the frames in bytes
+	epoch       uint32                // of the connection whose slots are returned
+	credits     [maxCredits]uint16
+	n           int  // number of credits
+	numbered    bool // of a control message: lens[0] is its number, lens[1] the tag of its sender's peer object
+	inMeta      bool // the frames are between the meta and the trailer
+	metaLen     int  // of the meta, if inMeta
+	previousEnd int  // end of the message before it in the same write; 0: there is none
+	canceled    bool // the request was canceled before it was sent: its value may have changed
 }
 
 // maxCredits is the number of slots that a trailer, or a message of credits, can return.
@@ -285,14 +294,16 @@ const (
 	trailerInMeta
 	trailerNumbered
 	trailerCanceled // set in place, after the trailer was encoded
-	trailerBatch
 )
 
-// Offsets in a trailer. The flags in use fit into one byte.
+// Offsets of the meta's length and of the previous message's end in a trailer. Both are within one cell.
 const (
-	offFlags   = 4
 	offMetaLen = 60
+	offBefore  = 62
 )
+
+// offFlags is the offset of the flags. Those in use fit into one byte.
+const offFlags = 4
 
 // frameAlign is the alignment of packed frames.
 const frameAlign = 64
@@ -313,12 +324,10 @@ func (t *trailer) put(b []byte) {
 	if t.numbered {
 		flags |= trailerNumbered
 	}
-	if t.batch {
-		flags |= trailerBatch
-	}
 	le.PutUint32(b, magic)
 	le.PutUint16(b[offFlags:], flags)
-	le.PutUint32(b[offMetaLen:], uint32(t.metaLen))
+	le.PutUint16(b[offMetaLen:], uint16(t.metaLen))
+	le.PutUint16(b[offBefore:], uint16(t.previousEnd))
 	b[6], b[7] = byte(t.n), byte(t.frames)
 	for i, n := range t.lens {
 		le.PutUint32(b[8+4*i:], n)
@@ -335,8 +344,8 @@ func (t *trailer) get(b []byte) error {
 	}
 	flags := le.Uint16(b[offFlags:])
 	t.packed, t.placed, t.inMeta = flags&trailerPacked != 0, flags&trailerPlaced != 0, flags&trailerInMeta != 0
-	t.numbered, t.canceled, t.batch = flags&trailerNumbered != 0, flags&trailerCanceled != 0, flags&trailerBatch != 0
-	t.metaLen = int(le.Uint32(b[offMetaLen:]))
+	t.numbered, t.canceled = flags&trailerNumbered != 0, flags&trailerCanceled != 0
+	t.metaLen, t.previousEnd = int(le.Uint16(b[offMetaLen:])), int(le.Uint16(b[offBefore:]))
 	t.n, t.frames = int(b[6]), int(b[7])
 	if t.n > maxCredits {
 		return &van.FieldError{Field: "trailer credits", Value: t.n, Want: fmt.Sprintf("0 to %d", maxCredits)}

@@ -139,9 +139,7 @@ func (m *model) tell(a Action[*item]) {
 	if a.Item != nil {
 		seq = a.Item.seq
 	}
-	n := a.Need
-	need := fmt.Sprintf("{%v %v %v %v %v}", n.Route, n.OneShot, n.Meta, n.Data, n.Exact)
-	fmt.Fprintln(m.story, a.Kind, seq, a.Origin, need, slot.Index, slot.MetaLen, slot.DataLen, m.s.Waiting())
+	fmt.Fprintln(m.story, a.Kind, seq, a.Origin, a.Need, slot.Index, slot.MetaLen, slot.DataLen, m.s.Waiting())
 }
 
 func (m *model) connect() {

@@ -27,9 +27,7 @@ type Route struct {
 type Need struct {
 	Route Route
 	// OneShot is set for messages whose slot is used once: control messages.
-	OneShot bool
-	// None is set for messages that need no slot. They are put in their turn.
-	None       bool
+	OneShot    bool
 	Meta, Data int // bytes
 	// Exact is Data without rounding: the size of a slot of one key.
 	Exact int
@@ -156,7 +154,7 @@ func (s *remoteSlots) take(need Need) *RemoteSlot {
 
 // Release frees a slot without use, such as that of a Put whose message was dropped.
 func (s *remoteSlots) Release(p *RemoteSlot) {
-	if p.busy && p.route != nil { // otherwise it was retired
+	if p.busy {
 		p.busy = false
 		p.route.free++
 		s.freed = true

@@ -20,7 +20,7 @@ const (
 type Action[T any] struct {
 	Kind   Kind
 	Item   T
-	Slot   *RemoteSlot // nil if Item needs none
+	Slot   *RemoteSlot
 	Origin uint64
 	Need   Need
 	Err    error
@@ -159,7 +159,7 @@ func (s *Sender[T]) queue(need Need) *outQueue[T] {
 // considerRequest returns the slot request for entry i of l, unless enough are open.
 func (s *Sender[T]) considerRequest(l *outQueue[T], i int, need Need) (a Action[T], ok bool) {
 	w := l.q.at(i)
-	if w.requested || w.slot != nil || need.None {
+	if w.requested || w.slot != nil {
 		return a, false
 	}
 	if need.OneShot {
@@ -369,9 +369,6 @@ func (s *Sender[T]) nextOf(l *outQueue[T]) (a Action[T], ok bool) {
 	}
 	w := l.q.at(0)
 	need := s.need(w.item)
-	if need.None {
-		return Action[T]{Kind: Put, Item: s.popFirst(l)}, true
-	}
 	p := w.slot
 	if !need.OneShot {
 		p = s.take(need)
@@ -387,6 +384,22 @@ func (s *Sender[T]) nextOf(l *outQueue[T]) (a Action[T], ok bool) {
 	// Its requested slot may be in use by another message, or be too small.
 	w.requested = w.requested && (need.OneShot || s.openRequests(s.route(need.Route), need) > 0)
 	return s.considerRequest(l, 0, need)
+}
+
+// First returns the first queued message that is no one-shot.
+func (s *Sender[T]) First() (item T, ok bool) {
+	l := &s.queues[1]
+	if !s.connected || l.q.len() == 0 {
+		return item, false
+	}
+	return l.q.at(0).item, true
+}
+
+// TakeFirst removes First, which needs no slot of its own.
+func (s *Sender[T]) TakeFirst() {
+	l := &s.queues[1]
+	s.popFirst(l)
+	l.changed = true
 }
 
 func (s *Sender[T]) popFirst(l *outQueue[T]) T {
@@ -427,9 +440,6 @@ func (s *Sender[T]) extraRequest() (a Action[T], ok bool) {
 	s.extra = false
 	w := l.q.at(0)
 	need := s.need(w.item)
-	if need.None {
-		return a, false
-	}
 	r := s.route(need.Route)
 	if r.requests > 0 || r.free > 0 {
 		return a, false
@@ -448,10 +458,6 @@ func (s *Sender[T]) Tick() {
 	}
 	w := l.q.at(0)
 	need := s.need(w.item)
-	if need.None { // canceled while it waited
-		l.changed = true
-		return
-	}
 	r := s.route(need.Route)
 	if r.cooldown > 0 {
 		if r.cooldown--; r.cooldown > 0 {

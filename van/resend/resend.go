@@ -39,6 +39,8 @@ type Options struct {
 	// wraps van.ErrTimeout), or their peer is lost (van.ErrPeerLost). It must not block, and
 	// may keep meta.
 	OnFail func(peer int, meta *van.Meta, err error)
+	// Expand says that the wrapped van sends a batch to any node as several messages, which are acknowledged one by one.
+	Expand bool
 	Log    *slog.Logger
 }
 

@@ -26,15 +26,15 @@ func (v *Van) transmit(e *entry) error {
 	return err
 }
 
-// Send implements van.Van. To a C++ node, the messages that stand for a batch are kept instead of the batch, since they are acknowledged one
-// by one. If the wrapped van has accepted the first one and then its queue is full, the others are sent again
+// Send implements van.Van. To a C++ node, and with Options.Expand, the messages that stand for a batch are kept instead of the batch, since
+// they are acknowledged one by one. If the wrapped van has accepted the first one and then its queue is full, the others are sent again
 // later.
 func (v *Van) Send(m *van.Message) error {
 	self := int(v.id.Load())
 	if !v.enabled.Load() || !tracked(m) || m.Receiver < 0 || self == van.Empty {
 		return v.inner.Send(m)
 	}
-	if _, to := m.Incarnations(); m.IsBatch() && to == 0 {
+	if _, to := m.Incarnations(); m.IsBatch() && (to == 0 || v.opts.Expand) {
 		first := true
 		return m.Expand(func(m *van.Message) error {
 			err := send(v, m, self, first)

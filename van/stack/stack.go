@@ -77,7 +77,7 @@ func New(o Options) (*Van, error) {
 		v.enable, v.Van = append(v.enable, d.Enable), d
 	}
 	if o.Config.Resend {
-		r := resend.New(v.Van, resend.Options{Timeout: o.Config.ResendTimeout, Log: o.Log, OnFail: o.OnFail})
+		r := resend.New(v.Van, resend.Options{Timeout: o.Config.ResendTimeout, Log: o.Log, OnFail: o.OnFail, Expand: v.Type() == "ibverbs"})
 		v.enable, v.Van = append(v.enable, r.Enable), r
 	}
 	v.pace = pace.New(v.Van, pace.Options{Budget: int64(o.Config.SendBudget), OnFail: o.OnFail})

@@ -88,7 +88,7 @@ func (p *SendQueue[T]) Begin() (id uint32, r *Record[T], stage []byte, ok bool) 
 	}
 	id = p.free[len(p.free)-1]
 	p.free = p.free[:len(p.free)-1]
-	return id, &p.recs[id], p.stage.Mem.Host()[int(id)*p.stageEach : (int(id)+1)*p.stageEach], true
+	return id, &p.recs[id], p.StageOf(id), true
 }
 
 // Add appends a work request on queue pair q.
@@ -102,6 +102,23 @@ func (p *SendQueue[T]) Add(id uint32, q int, wr verbs.SendWR) {
 		r.pending++
 	}
 	p.unposted = append(p.unposted, wr)
+}
+
+// Last returns the last work request that was added, if it is unposted and belongs to record id, else nil.
+func (p *SendQueue[T]) Last(id uint32) *verbs.SendWR {
+	n := len(p.unposted)
+	if n == 0 {
+		return nil
+	}
+	if _, last := RecordOf(p.unposted[n-1].ID); last != id {
+		return nil
+	}
+	return &p.unposted[n-1]
+}
+
+// StageOf returns the staging memory of record id.
+func (p *SendQueue[T]) StageOf(id uint32) []byte {
+	return p.stage.Mem.Host()[int(id)*p.stageEach : (int(id)+1)*p.stageEach]
 }
 
 // RecordOf returns the queue pair and the record of a work request's ID.
