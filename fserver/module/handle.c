@@ -19,8 +19,11 @@ void sf_handle_dealloc(PyObject *o) {
   sf_handle *h = (sf_handle *)o;
   PyTypeObject *type = Py_TYPE(o);
   if (!sf_forked && h->at != 0) {
+    PyObject *kind, *value, *trace; // an object may end while an exception is on its way
+    PyErr_Fetch(&kind, &value, &trace);
     sf_handle_drop(h->at);
     sf_drain_dropped();
+    PyErr_Restore(kind, value, trace);
   }
   for (int i = 0; i < 3; i++) Py_XDECREF(h->held[i]);
   freefunc f = (freefunc)PyType_GetSlot(type, Py_tp_free);

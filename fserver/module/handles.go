@@ -17,7 +17,8 @@ func newHandle(x interface{ Drop() }) C.uint64_t { return C.uint64_t(cgo.NewHand
 // object returns the object of a handle.
 func object[T any](at C.uint64_t) T { return cgo.Handle(at).Value().(T) }
 
-// sf_handle_drop ends the use of an object by Python. It does not block: what must be closed is closed in the background.
+// sf_handle_drop ends the use of an object by Python. Drop of a communicator, a window
+// or an exchange in streams closes it in the background; a prepared exchange closes at once.
 //
 //export sf_handle_drop
 func sf_handle_drop(at C.uint64_t) {

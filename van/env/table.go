@@ -237,7 +237,7 @@ var table = []variable{
 	}, {
 		name: "STEPAF_REPLACE_TIMEOUT", topic: reliability, kind: Seconds, min: 0, max: day, def: "10", readers: "all",
 		field:   func(c *Config) any { return &c.ReplaceTimeout },
-		help:    "How long a barrier to which only dead nodes have yet to come waits for their replacements (not if it was open during their silence), or for the scheduler.",
+		help:    "How long a barrier to which only dead nodes have yet to come waits for their replacements, or for the scheduler. A barrier that is open when a silent node is declared dead fails at once.",
 		differs: "New; the original waits forever.",
 	},
 
@@ -259,7 +259,7 @@ var table = []variable{
 	}, {
 		name: "STEPAF_STRANGER_BUDGET", topic: budgets, kind: Size, min: 1 << 16, max: 1 << 30, def: "16M", readers: "all",
 		field:   func(c *Config) any { return &c.StrangerBudget },
-		help:    "Bytes of messages of processes outside the cluster. Their connections are limited in number.",
+		help:    "Bytes of messages that this node keeps for unauthenticated connections. Their number is limited, too.",
 		differs: "New.",
 	}, {
 		name: "STEPAF_SHM_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "workers, servers",

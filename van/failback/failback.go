@@ -4,7 +4,8 @@
 // link is tried again. Data on the link must not overtake earlier data on the van inside. The change to the link is therefore made as
 // follows:
 //
-//  1. The sender makes a link, and says in its handshake that marks precede it. The receiver reads no message of that link yet.
+//  1. The sender makes a link. The handshake announces that marks are sent over the van inside. The receiver reads no message of that
+//     link yet.
 //  2. The sender blocks Sends to the peer over the van inside (the lock sends). It sends two marks there, one in the order of
 //     requests and one in the order of answers. Then it installs the link.
 //  3. The receiver delivers the messages before the marks, receives the marks, and begins to read the link.
@@ -126,13 +127,13 @@ func ReadMark(kind string, m *van.Message) (x Mark, ok bool) {
 	return x, false
 }
 
-// Marks are the marks that the receiver's end of a link waits for; the zero value is none.
+// Marks are the marks that the receiver's end of a link waits for. The zero value waits for none.
 type Marks struct {
 	of      Mark
 	missing atomic.Uint32
 }
 
-// Await makes the link that mark names wait for its marks, and calls expired after MarkTime if it still does.
+// Await makes the link that mark names wait for its marks. If one is missing after MarkTime, it calls expired.
 func (w *Marks) Await(mark Mark, expired func()) {
 	w.of = mark
 	w.missing.Store(1 | 2)

@@ -93,13 +93,14 @@ func (d *dialer) keep(n *peer, c *outConn) *outConn {
 		return nil
 	}
 	d.events.tell(n, false, c.why())
+	behind := c.mayWait()
 	for pause := firstPause; ; pause = min(2*pause, lastPause) {
 		select {
 		case <-time.After(pause):
 		case <-p.ctx.Done():
 			return nil
 		}
-		next, err := d.dial(n, true, c.mayWait())
+		next, err := d.dial(n, true, behind)
 		switch {
 		case err == nil:
 			d.events.tell(n, true, nil)
@@ -122,8 +123,8 @@ const (
 // dialTime is how long one attempt to make a connection may take, without TLS.
 const dialTime = 2 * time.Second
 
-// dial makes a connection to n and installs it. again means that an earlier connection to n broke, behind that earlier messages went over
-// the van inside.
+// dial makes a connection to n and installs it. If again is set, an earlier connection to n has broken. If behind is set, earlier
+// messages went over the van inside, and marks are sent there before the connection is installed.
 func (d *dialer) dial(n *peer, again, behind bool) (c *outConn, err error) {
 	ctx, cancel := context.WithTimeout(d.peers.ctx, d.n.within(d.dialTime))
 	defer cancel()
@@ -145,13 +146,19 @@ func (d *dialer) dial(n *peer, again, behind bool) (c *outConn, err error) {
 	if err := d.n.tune(fd); err != nil {
 		d.n.log.Debug("options of a connection for data", "err", err)
 	}
+	p := d.peers
+	p.mu.Lock()
+	losses := n.losses
+	p.mu.Unlock()
 	install := func() error {
-		p := d.peers
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		id := int(n.id.Load())
 		if p.closed || p.of(id) != n {
 			return van.ErrClosed
+		}
+		if behind && n.losses != losses {
+			return errMarksLost
 		}
 		c = newOutConn(d.n, id, fd, d.unwatch)
 		c.tls = detach(nc, fd, true)
@@ -170,5 +177,8 @@ func (d *dialer) dial(n *peer, again, behind bool) (c *outConn, err error) {
 	} else {
 		err = install()
 	}
-	return c, err
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
 }

@@ -17,6 +17,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/failback"
 )
 
+// errMarksLost: marks of a connection that was not installed yet may be lost.
+var errMarksLost = errors.New("the connection that carried the data before has broken while the data was moved")
+
 // hopeless reports whether a connection that failed with err will never be made.
 func hopeless(err error) bool {
 	return errors.Is(err, errRefused) || auth.IsUnproved(err) || errors.Is(err, van.ErrClosed)
@@ -60,6 +63,9 @@ func (p *peers) lostInside(id int, cause error) {
 	p.mu.Lock()
 	ins := slices.Clone(p.ins)
 	n := p.of(id)
+	if n != nil {
+		n.losses++
+	}
 	p.mu.Unlock()
 	for _, c := range ins {
 		if c.from.id == id {

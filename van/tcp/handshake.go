@@ -99,7 +99,7 @@ type hello struct {
 	own, peer uint32 // incarnations
 	proves    bool
 	again     bool // an earlier connection of the dialer broke: messages sent over it may be lost
-	behind    bool // earlier messages went over the van inside: marks follow them there
+	behind    bool // earlier messages went over the van inside: marks are sent there, too
 	number    [numberLen]byte
 }
 

@@ -46,13 +46,14 @@ type peer struct {
 	conn    atomic.Pointer[outConn]
 	settled chan struct{} // closed when it is settled whether there is a connection
 	over    atomic.Bool   // settled: data goes over the van inside until there is a connection
-	inside  sync.RWMutex  // a Send over the van inside holds it (read) if over is set, and so does the change to a connection (write)
+	inside  sync.RWMutex  // held for reading by a Send over the van inside, and for writing while the data moves to a connection
 	refused error         // the reason why no data goes to the peer, or nil; set before settled is closed
 
 	// peers.mu guards what follows.
-	begun    bool // the connection is being made
-	admitted bool // the process is not a replacement, or Admit was called
-	down     bool // the watcher knows it as lost; events.mu guards it
+	losses   uint64 // how often the van inside has lost the peer
+	begun    bool   // the connection is being made
+	admitted bool   // the process is not a replacement, or Admit was called
+	down     bool   // the watcher knows it as lost; events.mu guards it
 }
 
 // name is the node name of n.

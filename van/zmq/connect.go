@@ -5,6 +5,7 @@ package zmq
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"slices"
 	"time"
@@ -82,7 +83,12 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node, now bool) err
 		return nil
 	}
 	opened, err := v.open(ctx, id)
-	if err != nil && (*v.peers.Load())[id] == c {
+	for err == nil && opened == nil && (*v.peers.Load())[c.who.Load().id] == c { // Rename was called meanwhile
+		id = c.who.Load().id
+		opened, err = v.open(ctx, id)
+	}
+	switch {
+	case err != nil && (*v.peers.Load())[id] == c:
 		v.replace(func(m map[int]*conn) {
 			if delete(m, id); old != nil && old.sock == nil {
 				m[id] = old
@@ -90,9 +96,13 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node, now bool) err
 			}
 			v.accounts.close(c.acct)
 		})
-	}
-	if opened == nil && v.closed.Load() {
-		return v.connectError(id, &peer, van.ErrClosed)
+		if old != nil && old.sock == nil {
+			v.guard.known(old)
+		}
+	case err == nil && opened == nil && v.closed.Load():
+		err = v.connectError(id, &peer, van.ErrClosed)
+	case err == nil && opened == nil:
+		err = v.connectError(id, &peer, fmt.Errorf("%w: it was disconnected meanwhile", van.ErrUnknownPeer))
 	}
 	return err
 }
