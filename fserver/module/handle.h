@@ -19,10 +19,10 @@ static inline uint64_t sf_at(PyObject *o) { return ((sf_handle *)o)->at; }
 // Makes the object of that class for a handle. On failure it drops the handle, and returns NULL with an exception.
 PyObject *sf_handle_object(PyObject *class, uint64_t at);
 
-// Is the tp_dealloc of these classes.
+// sf_handle_dealloc is the tp_dealloc of these classes.
 void sf_handle_dealloc(PyObject *o);
 
-// Is the method check() of the classes whose objects have an error.
+// sf_handle_check is the method check() of the classes whose objects have an error.
 PyObject *sf_handle_check(PyObject *o, PyObject *noargs);
 
 // Defines the tp_new of a class that only a call of the module creates.

@@ -40,7 +40,7 @@ func (e *Ending) Begin(failed *atomic.Pointer[error]) error {
 	return nil
 }
 
-// Begun reports whether streams may use the exchange. After failed was set it does not change any more.
+// Begun reports whether streams may use the exchange. It is constant once the pointer that was passed to Begin is set.
 func (e *Ending) Begun() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -56,8 +56,8 @@ func (e *Ending) Over(peer int) {
 	e.changed = make(chan struct{})
 }
 
-// Await waits until the exchange is over on all peers, or the node has ended. It returns -1, or after EndLimit, or
-// CloseLimit after closing is closed, the first peer that has not confirmed the end. closing may be nil.
+// Await waits until all peers have confirmed the end, or the node has ended, and returns -1 then. After EndLimit, or CloseLimit after
+// closing is closed, it returns the first peer that has not confirmed. closing may be nil.
 func (e *Ending) Await(ended, closing <-chan struct{}) (late int) {
 	patience := time.NewTimer(EndLimit)
 	defer patience.Stop()
@@ -84,8 +84,8 @@ func (e *Ending) Await(ended, closing <-chan struct{}) (late int) {
 // watchEvery is the period of Watch.
 const watchEvery = 100 * time.Millisecond
 
-// Watch calls check periodically until over or ended is closed, and reports whether it was ended. check ends the exchanges whose streams make no
-// progress. It must not call the driver, which may be blocked until such a stream continues.
+// Watch calls check periodically until over or ended is closed, and returns true if ended was. check ends the exchanges whose streams
+// make no progress. It must not call the driver, which may be blocked until such a stream continues.
 func Watch(check func(), over, ended <-chan struct{}) bool {
 	tick := time.NewTicker(watchEvery)
 	defer tick.Stop()

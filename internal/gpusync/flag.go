@@ -24,7 +24,7 @@ import (
 const FlagLen = 8
 
 // Flag is a flag of 8 bytes, for which streams wait. The lower half is for the exchange: the peer, or a stream, writes
-// it. The upper half is for its owner: once it is Set, no wait for the flag waits any more, and nothing that is written
+// it. The upper half is for its owner: once it is Set, all waits for the flag end, and nothing that is written
 // to the lower half changes that.
 type Flag struct{ backend.Mem }
 

@@ -14,7 +14,7 @@ type StreamDevice interface {
 	HostPinner
 }
 
-// StreamDeviceOf is b as one. The error wraps ErrUnavailable if b cannot do that.
+// StreamDeviceOf returns b as a StreamDevice. The error wraps ErrUnavailable if b cannot do that.
 func StreamDeviceOf(b Backend) (StreamDevice, error) {
 	return withAbilities[StreamDevice](b)
 }
@@ -26,7 +26,7 @@ type WordDevice interface {
 	HostPinner
 }
 
-// WordDeviceOf is b as one. The error wraps ErrUnavailable if b cannot do that.
+// WordDeviceOf returns b as a WordDevice. The error wraps ErrUnavailable if b cannot do that.
 func WordDeviceOf(b Backend) (WordDevice, error) { return withAbilities[WordDevice](b) }
 
 func withAbilities[T any](b Backend) (T, error) {

@@ -93,14 +93,14 @@ func (d *dialer) keep(n *peer, c *outConn) *outConn {
 		return nil
 	}
 	d.events.tell(n, false, c.why())
-	behind := c.mayWait()
+	afterMarks := c.mayWait()
 	for pause := firstPause; ; pause = min(2*pause, lastPause) {
 		select {
 		case <-time.After(pause):
 		case <-p.ctx.Done():
 			return nil
 		}
-		next, err := d.dial(n, true, behind)
+		next, err := d.dial(n, true, afterMarks)
 		switch {
 		case err == nil:
 			d.events.tell(n, true, nil)
@@ -123,12 +123,12 @@ const (
 // dialTime is how long one attempt to make a connection may take, without TLS.
 const dialTime = 2 * time.Second
 
-// dial makes a connection to n and installs it. If again is set, an earlier connection to n has broken. If behind is set, earlier
+// dial makes a connection to n and installs it. If again is set, an earlier connection to n has broken. If afterMarks is set, earlier
 // messages went over the van inside, and marks are sent there before the connection is installed.
-func (d *dialer) dial(n *peer, again, behind bool) (c *outConn, err error) {
+func (d *dialer) dial(n *peer, again, afterMarks bool) (c *outConn, err error) {
 	ctx, cancel := context.WithTimeout(d.peers.ctx, d.n.within(d.dialTime))
 	defer cancel()
-	to := callee{addr: n.addr, incarnation: n.incarnation, name: n.name(), again: again, behind: behind}
+	to := callee{addr: n.addr, incarnation: n.incarnation, name: n.name(), again: again, afterMarks: afterMarks}
 	nc, err := d.n.meet(ctx, &to)
 	if err != nil {
 		return nil, err
@@ -157,12 +157,12 @@ func (d *dialer) dial(n *peer, again, behind bool) (c *outConn, err error) {
 		if p.closed || p.of(id) != n {
 			return van.ErrClosed
 		}
-		if behind && n.losses != losses {
+		if afterMarks && n.losses != losses {
 			return errMarksLost
 		}
 		c = newOutConn(d.n, id, fd, d.unwatch)
 		c.tls = detach(nc, fd, true)
-		c.behind, c.made = behind, time.Now()
+		c.afterMarks, c.made = afterMarks, time.Now()
 		if err := d.watch(fd, c); err != nil {
 			return err
 		}
@@ -172,7 +172,7 @@ func (d *dialer) dial(n *peer, again, behind bool) (c *outConn, err error) {
 		n.conn.Store(c)
 		return nil
 	}
-	if behind {
+	if afterMarks {
 		err = failback.Change(&n.inside, d.inner, int(n.id.Load()), markOf(to.number), install)
 	} else {
 		err = install()

@@ -36,7 +36,7 @@ func (v *Van) sendInside(n *peer, msg *van.Message) (sent bool, err error) {
 }
 
 // mayWait reports whether the receiver of c may not have begun to read it, because marks have not arrived.
-func (c *outConn) mayWait() bool { return c.behind && time.Since(c.made) < 2*failback.MarkTime }
+func (c *outConn) mayWait() bool { return c.afterMarks && time.Since(c.made) < 2*failback.MarkTime }
 
 // marked consumes m, a message of the van inside, if it is a mark, and reports whether it is one.
 func (p *peers) marked(m *van.Message) bool {

@@ -8,8 +8,8 @@ package tcp
 //	 8  i32      its node id                  8  u8[16]   its random number
 //	12  u32      its incarnation             24  u8[16]   proof, zeros without keys
 //	16  u32      the listener's incarnation
-//	20  u32      flags. 1: it proves that it knows the secret. 2: its earlier connection broke, so messages may be lost. 4: marks precede
-//	             the connection on the van inside (van/failback), with the first 8 bytes of the random number
+//	20  u32      flags. 1: it proves that it knows the secret. 2: its earlier connection broke, so messages may be lost. 4: data went over
+//	             the van inside before; marks there have the first 8 bytes of the random number (van/failback)
 //	24  u8[16]   its random number
 //
 //	dialer: proof, if its hello says so      listener: admission, after everything
@@ -40,9 +40,9 @@ const (
 	replyLen   = 8 + numberLen + auth.ProofLen
 
 	// Flags of a hello.
-	proves = 1
-	again  = 2
-	behind = 4
+	proves     = 1
+	again      = 2
+	afterMarks = 4
 
 	dialerProof   = "tcp dialer"
 	listenerProof = "tcp listener"
@@ -95,12 +95,12 @@ func (v verdict) err() error {
 
 // hello is the dialer's introduction.
 type hello struct {
-	id        int
-	own, peer uint32 // incarnations
-	proves    bool
-	again     bool // an earlier connection of the dialer broke: messages sent over it may be lost
-	behind    bool // earlier messages went over the van inside: marks are sent there, too
-	number    [numberLen]byte
+	id         int
+	own, peer  uint32 // incarnations
+	proves     bool
+	again      bool // an earlier connection of the dialer broke: messages sent over it may be lost
+	afterMarks bool // earlier messages went over the van inside: marks are sent there, too
+	number     [numberLen]byte
 }
 
 func (h *hello) append(b []byte) []byte {
@@ -116,8 +116,8 @@ func (h *hello) append(b []byte) []byte {
 	if h.again {
 		flags |= again
 	}
-	if h.behind {
-		flags |= behind
+	if h.afterMarks {
+		flags |= afterMarks
 	}
 	b = binary.LittleEndian.AppendUint32(b, flags)
 	return append(b, h.number[:]...)
@@ -136,7 +136,7 @@ func parseHello(b []byte) (h hello, v verdict, err error) {
 	}
 	h.id, h.own, h.peer = int(int32(binary.LittleEndian.Uint32(b[8:]))), binary.LittleEndian.Uint32(b[12:]), binary.LittleEndian.Uint32(b[16:])
 	flags := binary.LittleEndian.Uint32(b[20:])
-	h.proves, h.again, h.behind = flags&proves != 0, flags&again != 0, flags&behind != 0
+	h.proves, h.again, h.afterMarks = flags&proves != 0, flags&again != 0, flags&afterMarks != 0
 	h.number = [numberLen]byte(b[24:])
 	if h.id <= van.AllNodes || h.id >= van.Empty || h.own == 0 {
 		return h, verdictOther, fmt.Errorf("%w: a hello of node %d, incarnation %#x", van.ErrMalformed, h.id, h.own)
@@ -151,7 +151,7 @@ func newNumber() (n [numberLen]byte) {
 
 // introduce is the dialer's part of the handshake on c, whose deadline is set.
 func (n *common) introduce(c net.Conn, to *callee, proves bool) error {
-	h := hello{id: int(n.id.Load()), own: n.incarnation, peer: to.incarnation, proves: proves, again: to.again, behind: to.behind, number: newNumber()}
+	h := hello{id: int(n.id.Load()), own: n.incarnation, peer: to.incarnation, proves: proves, again: to.again, afterMarks: to.afterMarks, number: newNumber()}
 	to.number = h.number
 	text := h.append(nil)
 	if _, err := c.Write(text); err != nil {
@@ -263,7 +263,7 @@ type callee struct {
 	incarnation uint32
 	name        string
 	again       bool            // an earlier connection broke
-	behind      bool            // earlier messages went over the van inside
+	afterMarks  bool            // earlier messages went over the van inside
 	number      [numberLen]byte // of the last hello; introduce sets it
 }
 

@@ -20,13 +20,13 @@ import (
 
 // outConn is the sender's end of a connection.
 type outConn struct {
-	n      *common
-	id     atomic.Int32 // the peer's
-	fd     int
-	tls    *encrypted   // nil without STEPAF_TLS; mu
-	remove func(fd int) // makes the source leave it alone
-	behind bool         // marks precede it
-	made   time.Time
+	n          *common
+	id         atomic.Int32 // the peer's
+	fd         int
+	tls        *encrypted   // nil without STEPAF_TLS; mu
+	remove     func(fd int) // makes the source leave it alone
+	afterMarks bool         // marks were sent over the van inside before it was installed
+	made       time.Time
 
 	mu      sync.Mutex
 	gone    bool   // closed: fd is not used any more

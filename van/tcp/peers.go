@@ -145,7 +145,7 @@ func (p *peers) enter(c *inConn, h *hello) verdict {
 	p.ins = append(p.ins, c)
 	c.from = p.senderLocked(c.from.id) // the end of another connection of an unknown process may have removed the sender
 	c.held, c.again = true, h.again
-	if h.behind {
+	if h.afterMarks {
 		for _, x := range p.earlierLocked(c) {
 			if x.awaits.marks.Missing() { // nothing was sent over it, or again is set
 				p.endLocked(x)

@@ -127,7 +127,8 @@ func (v *zvan) install(c *conn, id int, old *conn) {
 	}
 }
 
-// open is dial. Before it opens the DEALER, it closes broken connections to the peer's address, and waits up to closeBrokenTimeout for
+// open opens the DEALER to peer id, unless it is open, and returns the connection, or nil if there is no such peer. It releases v.mu, which
+// the caller holds, while it waits: the table may be another one when it returns. Before, it closes broken connections to the peer's address, and waits up to closeBrokenTimeout for
 // libzmq to release them and the connections that are closing already.
 // Why: a peer restarts at the same address.
 //  1. The old socket to that address is broken; libzmq keeps redialing it in the background.
@@ -135,24 +136,24 @@ func (v *zvan) install(c *conn, id int, old *conn) {
 //  3. The old socket reconnects after c, with the same routing id.
 //  4. The peer's ROUTER hands the routing id over to the newest connection and never reads c again.
 //
-// Healthy connections stay, and a closed connection is restored when c ends: a node record that claims another
-// node's address proves nothing. The caller holds v.mu, which open releases while it waits: other peers need it.
+// Healthy connections stay, and a closed connection is made again when the new one has ended (restore): a node record that claims another
+// node's address proves nothing.
 func (v *zvan) open(ctx context.Context, id int) (*conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, closeBrokenTimeout)
 	defer cancel()
 	for {
-		old := (*v.peers.Load())[id]
-		if old == nil || old.sock != nil {
-			return old, nil
+		current := (*v.peers.Load())[id]
+		if current == nil || current.sock != nil {
+			return current, nil
 		}
 		for _, x := range *v.peers.Load() {
-			if x.to == old.to && x.lost.Load() {
+			if x.to == current.to && x.lost.Load() {
 				v.drop(x, 0)
 			}
 		}
 		var other *conn
 		for x := range v.leaving {
-			if x.to == old.to && !x.over() {
+			if x.to == current.to && !x.over() {
 				other = x
 			}
 		}
@@ -166,13 +167,13 @@ func (v *zvan) open(ctx context.Context, id int) (*conn, error) {
 			continue
 		}
 		if other != nil {
-			v.log.Info("another connection to the address has not ended yet", "peer", van.NodeName(other.who.Load().id), "addr", old.to, "limit", closeBrokenTimeout)
+			v.log.Info("another connection to the address has not ended yet", "peer", van.NodeName(other.who.Load().id), "addr", current.to, "limit", closeBrokenTimeout)
 		}
-		c := &conn{peer: old.peer, to: old.to, incarnation: old.incarnation, acct: old.acct, ended: make(chan struct{})}
+		c := &conn{peer: current.peer, to: current.to, incarnation: current.incarnation, acct: current.acct, ended: make(chan struct{})}
 		if err := v.openDealer(c, id); err != nil {
 			return nil, v.connectError(id, &c.peer, err)
 		}
-		v.install(c, id, old)
+		v.install(c, id, current)
 		return c, nil
 	}
 }
