@@ -160,8 +160,8 @@ func TestFilesLack(t *testing.T) {
 			vantest.Fails(t, err, syscall.EMFILE, "connect", "server", "too many open files")
 		}
 	}
-	if refused < 5 {
-		t.Errorf("%d of 12 failed, want those that had less than 5", refused)
+	if refused == 0 { // 5 at least, unless libzmq closes sockets of earlier attempts meanwhile
+		t.Error("none of 12 failed, want those that had less than 5 descriptors")
 	}
 	c := (*worker.peers.Load())[8]
 	worker.Disconnect(8)
