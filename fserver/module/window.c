@@ -21,7 +21,7 @@ typedef struct {
   int32_t device; // -1: in host memory
 } window_object;
 
-// What a window holds:
+// A window object holds these (indices of held):
 //   - its communicator, because a dropped communicator ends its windows
 //   - the owner of host memory, as long as tensors refer to it
 //   - the tensor that open_window() was given
