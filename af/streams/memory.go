@@ -135,8 +135,10 @@ func (w *exchangeMemory) make(b backend.Backend, first, limited bool) (flags fla
 	if err := m.dev.Copy(w.slot, backend.Bytes(image)); err != nil {
 		return flags, err
 	}
-	if !m.loaded { // loading the kernel can wait for all streams, so it is not left to the first receive
-		if err := m.dev.CopyGated(w.slot.Sub(0, 0), w.slot.Sub(0, 0), w.peers[0].gate.Mem, m.release); err != nil {
+	// Loading the kernel can wait for all streams, so it is not left to the first receive. The kernel waits for the
+	// token, which is not 0: a peer that ends early closes its gate, and the release stream must not wait for that.
+	if !m.loaded {
+		if err := m.dev.CopyGated(w.slot.Sub(0, 0), w.slot.Sub(0, 0), w.slot.Sub(0, gpusync.FlagLen), m.release); err != nil {
 			return flags, err
 		}
 		m.loaded = true

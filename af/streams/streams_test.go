@@ -356,6 +356,25 @@ func TestNothingCountsAfterTheEnd(t *testing.T) {
 	}
 }
 
+// TestReleaseStreamStartsLate: an exchange ends before the stream that releases others has executed its first work.
+func TestReleaseStreamStartsLate(t *testing.T) {
+	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
+	y := s.servers[0]
+	resume := y.dev.HoldNewStreams()
+	p := s.prepare(t, 10, 10)[0]
+	if err := p.ys[0].QueueReceive(stream); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.x.Close(); err != nil { // the server's gate is closed
+		t.Error(err)
+	}
+	resume()
+	y.dev.Settle(t, stream)
+	if err := over(t, p.ys[0]); !errors.Is(err, van.ErrClosed) {
+		t.Errorf("%v, want %v", err, van.ErrClosed)
+	}
+}
+
 // round makes a round of worker 0 and waits until its stream has gone on. It returns the longest time that the
 // round may have been under way.
 func (s *ends) round(t *testing.T, p *pair) (took time.Duration, err error) {

@@ -24,9 +24,10 @@ type streams struct {
 
 	mu     sync.Mutex
 	all    map[uintptr]*stream
-	graph  *Graph  // that is being captured
-	last   uintptr // of NewStream
-	own    int     // streams of NewStream
+	graph  *Graph        // that is being captured
+	last   uintptr       // of NewStream
+	own    int           // streams of NewStream
+	hold   chan struct{} // not nil: new streams of NewStream execute nothing until it is closed
 	events int
 	made   int // events
 
@@ -139,7 +140,7 @@ func (q *streams) Settle(t testing.TB, s uintptr) {
 	select {
 	case <-done:
 	case <-time.After(20 * time.Second):
-		t.Fatalf("device %d: stream %d waits for ever", q.st.dev.ID, s)
+		t.Fatalf("device %d: stream %d has not executed its work after 20 s", q.st.dev.ID, s)
 	}
 }
 
@@ -226,9 +227,23 @@ func (q *streams) NewStream() (uintptr, error) {
 	q.last++
 	q.own++
 	s := q.last + 1<<20 // far from the streams of tests
+	hold := q.hold
 	q.mu.Unlock()
-	q.Queue(s, func() {})
+	q.Queue(s, func() {
+		if hold != nil {
+			<-hold
+		}
+	})
 	return s, nil
+}
+
+// HoldNewStreams makes streams of NewStream that are created from now on execute nothing until resume is called.
+func (q *streams) HoldNewStreams() (resume func()) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	hold := make(chan struct{})
+	q.hold = hold
+	return func() { close(hold) }
 }
 
 // FreeStream implements backend.AsyncCopier.
