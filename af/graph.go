@@ -175,7 +175,7 @@ func (g *graphs) add(x *Prepared) (*rounds, error) {
 	if g.closing.Load() {
 		return nil, van.ErrClosed
 	}
-	device, err := backend.WordDeviceOf(g.node.Backend())
+	device, err := backend.FlagDeviceOf(g.node.Backend())
 	if err != nil {
 		return nil, err
 	}

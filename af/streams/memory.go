@@ -197,7 +197,7 @@ func (w *exchangeMemory) putBack() {
 // unmap unmaps the memory of peers, which no stream of this end reads any more. If streams of the device may wait,
 // the driver would wait for them; the memory then stays mapped until the backend is closed.
 func (w *exchangeMemory) unmap() (err error) {
-	if backend.Blocker(w.m.dev)() {
+	if backend.MayBlockOf(w.m.dev)() {
 		return nil
 	}
 	for _, m := range w.mapped {

@@ -120,7 +120,7 @@ func (m *memory) waitsLook(rank int, err error) {
 
 // discard frees memory that no other rank knows, unless the driver would wait for waiting streams.
 func (m *memory) discard() error {
-	if m.offered || backend.Blocker(m.d)() {
+	if m.offered || backend.MayBlockOf(m.d)() {
 		return nil
 	}
 	var err error

@@ -75,7 +75,7 @@ func (p *Process) NewNotify() (*Notify, error) {
 
 // attach allocates the flag on the device of s. The caller holds n.mu, or is the only user of n.
 func (n *Notify) attach(s *Session) error {
-	d, err := backend.WordDeviceOf(s.Device())
+	d, err := backend.FlagDeviceOf(s.Device())
 	if err == nil {
 		n.word, err = d.AllocPinned(4)
 	}

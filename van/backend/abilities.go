@@ -159,8 +159,8 @@ type StreamBlocker interface {
 	MayBlock() bool
 }
 
-// Blocker returns MayBlock of b, which is always false for backends without it.
-func Blocker(b Backend) func() bool {
+// MayBlockOf returns MayBlock of b, which is always false for backends without it.
+func MayBlockOf(b Backend) func() bool {
 	if s, is := b.(StreamBlocker); is {
 		return s.MayBlock
 	}

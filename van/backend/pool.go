@@ -44,7 +44,7 @@ func NewPool(limit int, alloc func(n int) (Mem, error), free func(Mem) error) *P
 // For makes the pool free nothing while freeing may block (StreamBlocker); b's Close then
 // frees what the pool has. For returns the pool. Call it before the first Get.
 func (p *Pool) For(b Backend) *Pool {
-	p.keeps = Blocker(b)
+	p.keeps = MayBlockOf(b)
 	return p
 }
 

@@ -19,15 +19,15 @@ func StreamDeviceOf(b Backend) (StreamDevice, error) {
 	return withAbilities[StreamDevice](b)
 }
 
-// WordDevice is a device whose streams write and await words in pinned host memory, also in captured graphs.
-type WordDevice interface {
+// FlagDevice is a device whose streams write and await flags in pinned host memory, also in captured graphs.
+type FlagDevice interface {
 	Backend
 	GraphFlagger
 	HostPinner
 }
 
-// WordDeviceOf returns b as a WordDevice. The error wraps ErrUnavailable if b cannot do that.
-func WordDeviceOf(b Backend) (WordDevice, error) { return withAbilities[WordDevice](b) }
+// FlagDeviceOf returns b as a FlagDevice. The error wraps ErrUnavailable if b cannot do that.
+func FlagDeviceOf(b Backend) (FlagDevice, error) { return withAbilities[FlagDevice](b) }
 
 func withAbilities[T any](b Backend) (T, error) {
 	d, can := b.(T)

@@ -56,7 +56,7 @@ func openDevice(b backend.Backend, name []byte) (*device, error) {
 	if b == nil || b.Device().Type == backend.CPU {
 		return nil, errors.New("the node's backend is host memory")
 	}
-	d := &device{Backend: b, health: func() error { return nil }, mayBlock: backend.Blocker(b)}
+	d := &device{Backend: b, health: func() error { return nil }, mayBlock: backend.MayBlockOf(b)}
 	d.shared.New = func() any { return new(backend.Shared) }
 	d.sharer, _ = b.(backend.Sharer)
 	var ok, copies bool

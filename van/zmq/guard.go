@@ -110,7 +110,7 @@ type handshakes struct {
 // follow tracks the accepted connections through libzmq's events.
 func (g *guard) follow() {
 	var h handshakes
-	g.mon.idle = func(try uint64) { h.settle(g, try) }
+	g.mon.idle = func(try uint64) { h.assign(g, try) }
 	g.mon.follow(func(event zmq4.Event, value int) {
 		switch event {
 		case zmq4.EVENT_ACCEPTED:
@@ -138,10 +138,10 @@ func (g *guard) follow() {
 	})
 }
 
-// settle counts the ended silent connections that are more than the successful handshakes without a message: these ended before a
-// handshake. Call number try of mon.next has found no event, so libzmq's reports about all connections that were heard before it have been
-// read.
-func (h *handshakes) settle(g *guard, try uint64) {
+// assign reports ended silent connections as refused if no successful handshake is left for them: they ended before a handshake. It is
+// called when call number try of mon.next has found no event. All of libzmq's reports about connections that sent a message before that
+// call have then been read.
+func (h *handshakes) assign(g *guard, try uint64) {
 	if len(h.silent) == 0 {
 		return
 	}
