@@ -102,6 +102,18 @@ func (e *Error) Error() string {
 // Unwrap returns the cause.
 func (e *Error) Unwrap() error { return e.Err }
 
+// ConnectionError is why the connection to a process was lost. The id of the process may mean another process meanwhile.
+type ConnectionError struct {
+	Incarnation uint32 // of the process; 0: unknown
+	Err         error
+}
+
+// Error returns the cause's text.
+func (e *ConnectionError) Error() string { return e.Err.Error() }
+
+// Unwrap returns the cause.
+func (e *ConnectionError) Unwrap() error { return e.Err }
+
 // FieldError names an invalid field of a received frame. It wraps ErrMalformed.
 type FieldError struct {
 	Field string // "body_size", "control.node[1].hostname"

@@ -144,7 +144,8 @@ type PeerWatcher interface {
 	// WatchPeers makes the van call f when the connection to a peer breaks (up
 	// false) and when it is restored (up true). A van may also call f when an attempt to
 	// connect fails, with a cause that wraps syscall.ECONNREFUSED; it keeps
-	// trying. f must not block. The van must not call f within Send or Cancel, since wrappers hold
+	// trying. If the peer is replaced at the same time, f may be called for a connection to the replaced process. The
+	// cause is therefore a *ConnectionError with the process, if the van knows it. f must not block. The van must not call f within Send or Cancel, since wrappers hold
 	// locks there that f may need. Call WatchPeers before Start.
 	WatchPeers(f func(id int, up bool, cause error))
 }

@@ -276,8 +276,8 @@ func slowConnect(t *testing.T, who string) {
 	}
 }
 
-// TestLossOfThePredecessor: a report about the connection to an earlier process of an id, before there is one to the
-// present process, does not concern the present process.
+// TestLossOfThePredecessor: a report about the connection to an earlier process of an id does not concern the present
+// process: neither before there is a connection to the present one, nor if it names the earlier process.
 func TestLossOfThePredecessor(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	n, id := c.Workers[0], int(c.Servers[0].ID())
@@ -288,10 +288,13 @@ func TestLossOfThePredecessor(t *testing.T) {
 		}
 	})
 	early, late := errors.New("of the predecessor"), errors.New("of the node itself")
+	of := func(incarnation uint32, err error) error { return &van.ConnectionError{Incarnation: incarnation, Err: err} }
+	self := core(c.Servers[0]).Incarnation()
 	core(n).AddPendingConnect(id, 1)
 	core(n).PeerChanged(id, false, early)
 	core(n).AddPendingConnect(id, -1)
-	core(n).PeerChanged(id, false, late)
+	core(n).PeerChanged(id, false, of(self+1, early))
+	core(n).PeerChanged(id, false, of(self, late))
 	select {
 	case cause := <-lost:
 		if !errors.Is(cause, late) {

@@ -139,8 +139,14 @@ func (c *control) runTimer() {
 
 // peerChanged is called by the transport.
 func (c *control) peerChanged(id int, up bool, cause error) {
+	var process uint32 // at the other end of the lost connection
+	if e := (*van.ConnectionError)(nil); errors.As(cause, &e) {
+		process = e.Incarnation
+	}
 	c.step(func(t time.Duration) {
+		known := c.machine.Incarnation(id)
 		switch {
+		case process != 0 && known != 0 && process != known: // the process that had the id before
 		case up:
 			c.machine.PeerBack(t, id)
 		case id == van.SchedulerID && !c.machine.Ready() && errors.Is(cause, syscall.ECONNREFUSED) && !errors.Is(cause, van.ErrReplaced):

@@ -19,7 +19,7 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	n := &outPeer{id: id, settled: make(chan struct{})}
 	who, _ := peer.Extension()
 	t, offers := parseToken(who.Local)
-	n.token = t
+	n.token, n.incarnation = t, who.Incarnation
 	p := v.peers
 	p.mu.Lock()
 	p.dialling.Add(1) // before takeLink removes the link

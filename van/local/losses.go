@@ -5,6 +5,8 @@ package local
 import (
 	"sync"
 	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // losses calls the watcher for each peer that is lost or has returned, in order. It uses its own
@@ -71,7 +73,11 @@ func (l *losses) run() {
 		l.events = l.events[1:]
 		l.mu.Unlock()
 		if f := l.watch.Load(); f != nil && l.current(e.id, e.n) {
-			(*f)(e.id, e.up, e.cause)
+			cause := e.cause
+			if cause != nil {
+				cause = &van.ConnectionError{Incarnation: e.n.incarnation, Err: cause}
+			}
+			(*f)(e.id, e.up, cause)
 			if e.up {
 				l.mu.Lock()
 				e.n.lost = e.n.down

@@ -19,9 +19,13 @@ type inboundDown struct {
 
 // notify notifies the watcher of a change of p's connection.
 func (v *node) notify(p *peer, up bool, cause error) {
-	if v.watch != nil && !v.closed.Load() && (*v.tables.peers.Load())[int(p.id.Load())] == p {
-		v.watch(int(p.id.Load()), up, cause)
+	if v.watch == nil || v.closed.Load() || (*v.tables.peers.Load())[int(p.id.Load())] != p {
+		return
 	}
+	if cause != nil {
+		cause = &van.ConnectionError{Incarnation: p.incarnation, Err: cause}
+	}
+	v.watch(int(p.id.Load()), up, cause)
 }
 
 // notifyFailure fails the requests that wait for p, although its connection l is still up. If l ends, they fail for that reason.

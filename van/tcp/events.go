@@ -3,6 +3,8 @@ package tcp
 import (
 	"errors"
 	"sync"
+
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // events calls the watcher for each peer that is lost or is back, in order, on a goroutine of its own: a watcher may
@@ -112,7 +114,12 @@ func (e *events) call(x *event) {
 	if !x.up {
 		e.gone(id)
 	}
-	if e.watch != nil {
-		e.watch(id, x.up, x.cause)
+	if e.watch == nil {
+		return
 	}
+	cause := x.cause
+	if cause != nil {
+		cause = &van.ConnectionError{Incarnation: x.n.incarnation, Err: cause}
+	}
+	e.watch(id, x.up, cause)
 }

@@ -373,6 +373,9 @@ func noticed(t *testing.T, lost chan error, since time.Time) {
 	t.Helper()
 	select {
 	case err := <-lost:
+		if e := (*van.ConnectionError)(nil); !errors.As(err, &e) || e.Incarnation != 5 {
+			t.Errorf("the error %v does not name process 5", err)
+		}
 		t.Logf("noticed after %s: %v", time.Since(since), err)
 	case <-time.After(limit):
 		t.Fatalf("nobody noticed within %s", limit)

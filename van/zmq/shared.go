@@ -171,9 +171,13 @@ func recordProof(keys *auth.Keys, node *van.Node) [auth.ProofLen]byte {
 
 // tell reports a change of c's connection to the watcher.
 func (n *shared) tell(c *conn, up bool, cause error) {
-	if n.watch != nil && !c.leaves.Load() {
-		n.watch(c.who.Load().id, up, cause)
+	if n.watch == nil || c.leaves.Load() {
+		return
 	}
+	if cause != nil {
+		cause = &van.ConnectionError{Incarnation: c.incarnation, Err: cause}
+	}
+	n.watch(c.who.Load().id, up, cause)
 }
 
 // classOf returns the traffic class of messages to c, if one is set.
