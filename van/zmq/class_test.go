@@ -20,11 +20,24 @@ import (
 // classes of the connecting ends and of the accepted ends, by descriptor.
 func ends(t *testing.T, port int) (connected, accepted map[int]int) {
 	t.Helper()
-	connected, accepted = map[int]int{}, map[int]int{}
+	for {
+		var single bool
+		if connected, accepted, single = scanEnds(t, port); single {
+			return connected, accepted
+		}
+	}
+}
+
+// scanEnds is ends, and reports whether each connection has a single descriptor. The node duplicates descriptors for single
+// calls of the system (tcpSocket.use).
+func scanEnds(t *testing.T, port int) (connected, accepted map[int]int, single bool) {
+	t.Helper()
+	connected, accepted, single = map[int]int{}, map[int]int{}, true
 	entries, err := os.ReadDir("/proc/self/fd")
 	if err != nil {
 		t.Fatal(err)
 	}
+	seen := map[uint64]bool{}
 	for _, e := range entries {
 		fd, _ := strconv.Atoi(e.Name())
 		peer, err := unix.Getpeername(fd)
@@ -34,21 +47,26 @@ func ends(t *testing.T, port int) (connected, accepted map[int]int) {
 		own, err := unix.Getsockname(fd)
 		p, ok := peer.(*unix.SockaddrInet4)
 		o, ok2 := own.(*unix.SockaddrInet4)
-		if err != nil || !ok || !ok2 {
+		if err != nil || !ok || !ok2 || p.Port != port && o.Port != port {
 			continue
 		}
 		tos, err := unix.GetsockoptInt(fd, unix.IPPROTO_IP, unix.IP_TOS)
 		if err != nil {
 			continue
 		}
-		switch port {
-		case p.Port:
+		cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
+		if err != nil {
+			continue
+		}
+		single = single && !seen[cookie]
+		seen[cookie] = true
+		if p.Port == port {
 			connected[fd] = tos >> 2
-		case o.Port:
+		} else {
 			accepted[fd] = tos >> 2
 		}
 	}
-	return connected, accepted
+	return connected, accepted, single
 }
 
 // are reports whether m has n connections, all of that class.
