@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"net/netip"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -79,8 +80,9 @@ func (r *rig) make(id int, options ...func(*env.Config)) *testNode {
 	}
 	n := &testNode{r: r, addr: netip.AddrFrom4([4]byte{10, 77, 1, byte(len(r.nodes) + 1)}), in: make(chan *van.Message, 1<<14),
 		changes: make(chan change, 1<<12)}
-	if r.real {
-		n.addr = netip.AddrFrom4([4]byte{127, 77, 1, n.addr.As4()[3]})
+	if r.real { // emulated ports are alike in all processes, so that each process needs addresses of its own
+		pid := os.Getpid()
+		n.addr = netip.AddrFrom4([4]byte{127, 1 + byte(pid>>8)%254, byte(pid), n.addr.As4()[3]})
 	}
 	n.stack = r.net.Stack(n.addr)
 	n.stack.SetName(van.NodeName(id))
