@@ -69,7 +69,7 @@ wheel: ## build a wheel that needs neither Go nor libzmq into build/wheel, and t
 test: ## the tests of all packages and of the Python module, after installing what they need; the last lines say what it leaves out
 	@tools/test.sh
 
-test-long: ## what make test leaves out: the race detector, plans on real processes, 500 seeds, planted faults, Python and RDMA where prepared
+test-long: ## what make test leaves out: the race detector, plans on real processes, 300 seeds, planted faults, Python and RDMA where prepared
 	@tools/test.sh long
 
 check: fmtcheck vet lint ## fmtcheck, vet and lint, with the build tags of this machine
@@ -116,7 +116,7 @@ sim: ## simulated clusters: SEEDS=1000 from FIRST=1 on, PLAN=name for one plan, 
 	@cd tests/sim && exec ../../build/sim/$(if $(FAULT),planted,run) -sim.seeds=$(or $(SEEDS),1000) -sim.first=$(or $(FIRST),1) \
 	  $(if $(PLAN),-sim.plan=$(PLAN)) $(if $(FAULT),-sim.fault=$(FAULT)) $(SIMFLAGS)
 
-simfaults: ## plant each fault of tests/sim/faults_test.go, and find it within 500 seeds; prints a table
+simfaults: ## plant each fault of tests/sim/faults_test.go, and find it; prints a table
 	tools/go.sh test -tags failpoints -count=1 -run '^Test(Faults|UnknownFault)$$' -v ./tests/sim
 
 locks: ## what a push_pull takes without a wire, in a build that counts lock operations; ARGS="--van null"

@@ -125,7 +125,7 @@ processes() { # the race detector triples the processor time of a plan, so it wa
   return $status
 }
 simulated() { go_test "${with_race[@]}" -timeout 18m -run '^Test(Plans|Collectives|RDMA)$' ./tests/sim; }
-seeds() { make --no-print-directory sim SEEDS=500; }
+seeds() { make --no-print-directory sim SEEDS=300; }
 faults() { make --no-print-directory simfaults; }
 machine() { tools/rdma_test.sh -- -test.short; }
 pythons() {
@@ -228,7 +228,7 @@ test: left out, run by "make test-long":
   the race detector: go test -race PACKAGE (tools/test.sh list has the packages)
   tests that -short shortens, in full: $(long_tests | sed 's/^[^ ]* //' | tr '\n|' '  ')
   all plans on real processes: go test -run TestPlans ./tests/processes
-  500 seeds: make sim SEEDS=500; planted faults: make simfaults
+  300 seeds: make sim SEEDS=300; planted faults: make simfaults
   staticcheck, and vet with the build tag nordma: make lint check-variants
   RDMA devices in a virtual machine: make rdma-deps rdma-test
   Python tests that are marked long, with NumPy and JAX, and with Python below 3.10: make python-deps python-test

@@ -13,6 +13,7 @@ pytest_plugins = ["limits"]
 
 
 def pytest_addoption(parser):
+    parser.addoption("--each-library", action="store_true", help="of files with tests for each array library, only these tests")
     parser.addoption("--short", action="store_true", help="leave out the tests that are marked long, and all array libraries but the first")
 
 
@@ -20,8 +21,16 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--short"):
         first = harness.libraries()[0]
         out = [i for i in items if i.get_closest_marker("long") or hasattr(i, "callspec") and i.callspec.params.get("lib", first) != first]
-        config.hook.pytest_deselected(items=out)
-        items[:] = [i for i in items if i not in out]
+        deselect(config, items, out)
+    if config.getoption("--each-library"):
+        each = {i for i in items if "lib" in getattr(i, "fixturenames", ())}
+        files = {i.path for i in each}
+        deselect(config, items, [i for i in items if i.path in files and i not in each])
+
+
+def deselect(config, items, out):
+    config.hook.pytest_deselected(items=out)
+    items[:] = [i for i in items if i not in out]
 
 
 def pytest_configure(config):

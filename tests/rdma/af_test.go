@@ -132,6 +132,7 @@ func TestResized(t *testing.T) {
 
 // TestNewKeys: new keys among known ones do not change the order of a batch. In the original, the known ones overtake.
 func TestNewKeys(t *testing.T) {
+	notShort(t)
 	c := start(t, options{workers: 2, servers: 2})
 	nodetest.Together(t, c.clients(), func(c *client) error {
 		known := []part{{1, 1 << 10}, {2, 64 << 10}, {3, 1}}

@@ -22,7 +22,7 @@ func TestLaunch(t *testing.T) {
 		options []string // of stepaf launch
 		want    []string
 	}{
-		{"demo", []string{"-n", "2", "-s", "2", "--", program("stepaf"), "demo", "--rounds", "50"}, []string{"[worker 0", "[worker 1"}},
+		{"demo", []string{"-n", "1", "-s", "2", "--", program("stepaf"), "demo", "--rounds", "20"}, []string{"[worker 0"}},
 		{"groups", []string{"-n", "1", "-s", "1", "-g", "2", "--fserver", "--", program("test_fserver")}, []string{"worker test done"}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

@@ -14,6 +14,7 @@ import (
 // TestStarved: a process of any role whose Go code does not run for longer than the heartbeat limit is not declared dead by any node: a thread answers for it.
 // If it is stopped while it is so busy, it is declared dead as fast as any other process.
 func TestStarved(t *testing.T) {
+	notShort(t)
 	const (
 		busy = 5 * time.Second // the limit is 3 s
 		slow = 4               // like the emulated devices of a busy machine
@@ -25,11 +26,7 @@ func TestStarved(t *testing.T) {
 	if err := c.Works(5, slow*soon); err != nil {
 		t.Fatal(err)
 	}
-	roles := []string{"server", "scheduler", "worker"}
-	if testing.Short() {
-		roles = roles[:1]
-	}
-	for _, role := range roles {
+	for _, role := range []string{"server", "scheduler", "worker"} {
 		if err := c.Starve(role, busy, slow*soon); err != nil {
 			t.Fatalf("while the %s is busy: %v", role, err)
 		}

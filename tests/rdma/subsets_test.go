@@ -348,6 +348,7 @@ func TestSubsetsServerKilled(t *testing.T) {
 // TestSubsetsWorkerKilled: a worker that is killed with batches at some of the servers does not disturb servers or other workers, and its replacement gets its own
 // answers.
 func TestSubsetsWorkerKilled(t *testing.T) {
+	notShort(t)
 	c := startPicking(t, 3, 2)
 	all := c.pickers()
 	victim := c.child("worker", 2)

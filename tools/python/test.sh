@@ -60,7 +60,7 @@ tests() {
   local python="$PWD/build/python/$1/bin/python" files=(tests/python) part
   case "$1" in
     arrays)
-      files=(tests/python/test_signals.py::test_{uvloop,gevent,pyinstrument})
+      files=(--each-library tests/python/test_signals.py::test_{uvloop,gevent,pyinstrument})
       for part in tests/python/test_*.py; do
         [[ " ${any_library[*]} " == *" $(basename "$part" .py | cut -c 6-) "* ]] || files+=("$part")
       done
