@@ -210,13 +210,14 @@ func TestSchedulerSignal(t *testing.T) {
 	}
 }
 
-// TestEnvCheckAbsent: a node with a transport or backend that this build does not have could
-// not start.
+// TestEnvCheckAbsent: a node with a transport or backend that this build does not have, or with an interface that this host does
+// not have, could not start.
 func TestEnvCheckAbsent(t *testing.T) {
 	complete := []string{"DMLC_ROLE=worker", "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI=127.0.0.1", "DMLC_PS_ROOT_PORT=1"}
 	for setting, want := range map[string]string{
 		"DMLC_ENABLE_RDMA=abc":    `DMLC_ENABLE_RDMA="abc": want one of those of this build, `,
 		"STEPAF_BACKEND=abacus":   `STEPAF_BACKEND="ABACUS": want one of those of this build, `,
+		"DMLC_INTERFACE=none7":    `DMLC_INTERFACE="none7": want one interface with an IPv4 address of this host, `,
 		"STEPMESH_BAKCEND=CPU":    "",
 		"DMLC_ENABLE_RDMA=zmq":    "",
 		"STEPAF_CLUSTER_ID=a b c": "",

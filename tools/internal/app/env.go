@@ -39,7 +39,7 @@ DMLC_PS_ROOT_PORT (the address of the scheduler). All other variables have defau
 Unknown names that are similar to known ones are listed as possible misspellings.
 Exit status: 1 if a value is invalid. With --check also 1 if a required variable is
 missing, if variables contradict each other, if this build lacks a transport or backend,
-or if a scheduler on another host cannot reach the address of a node started here.`,
+if a host has no address or this host no such interface, or if a scheduler on another host cannot reach the address of a node started here.`,
 		ArgsUsage: " ", HideHelpCommand: true,
 		Flags: []cli.Flag{
 			&cli.BoolFlag{Name: "json", Usage: "print JSON"},
@@ -74,7 +74,13 @@ func showEnv(w io.Writer, src env.Source, o envOptions) error {
 		// Validate repeats the errors of LoadFrom.
 		errs := append(exit.Unjoin(cfg.Validate()), doctor.Absent(cfg, "DMLC_ENABLE_RDMA", cfg.VanType, van.Transports()),
 			doctor.Absent(cfg, "STEPMESH_BAKCEND", cfg.Backend, backend.Names()))
-		err = errors.Join(append(errs, doctor.Unreachable(ctx, cfg, hostaddr.This(), doctor.Resolve)...)...)
+		here := hostaddr.This()
+		own := here.Interfaces
+		if cfg.VanType == "ibverbs" { // its interface is that of a device: "stepaf doctor" checks it
+			own = nil
+		}
+		errs = append(errs, doctor.AbsentAddresses(ctx, cfg, own, doctor.Resolve)...)
+		err = errors.Join(append(errs, doctor.Unreachable(ctx, cfg, here, doctor.Resolve)...)...)
 	}
 	r := envReport{Misspelt: cfg.Unknown(), Warnings: cfg.Warnings}
 	for _, v := range cfg.Table() {

@@ -15,7 +15,6 @@ import (
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/rdma/choose"
 )
 
 func (x *exam) versions(context.Context) []Finding {
@@ -121,18 +120,25 @@ func (x *exam) absentNames(ctx context.Context) (errs []error) {
 		errs = append(errs, Absent(x.cfg, "STEPMESH_BAKCEND", x.cfg.Backend, x.m.Backends))
 	}
 	errs = slices.DeleteFunc(errs, func(err error) bool { return err == nil })
-	if x.cfg.RootURI != "" && (x.cfg.Role != scheduler || x.cfg.Kubernetes) { // for other schedulers the address is compared with this host
-		if _, err := x.m.Resolve(ctx, x.cfg.RootURI); err != nil {
-			errs = append(errs, fmt.Errorf("DMLC_PS_ROOT_URI=%q: %w; want the name or an address of the scheduler's host", x.cfg.RootURI, err))
+	interfaces, _ := x.m.Interfaces() // nil: the interfaces are unknown
+	if x.needRDMA {
+		interfaces = nil // another check covers the address
+	}
+	return append(errs, AbsentAddresses(ctx, x.cfg, interfaces, x.m.Resolve)...)
+}
+
+// AbsentAddresses returns errors about variables with hosts that have no address, and about a node's own address or interface that
+// this host, which has these interfaces, does not have. With nil interfaces it does not check the node's own.
+func AbsentAddresses(ctx context.Context, cfg *env.Config, interfaces []hostaddr.Interface, resolve func(context.Context, string) (netip.Addr, error)) (errs []error) {
+	if cfg.RootURI != "" && (cfg.Role != scheduler || cfg.Kubernetes) { // for other schedulers the address is compared with this host
+		if _, err := resolve(ctx, cfg.RootURI); err != nil {
+			errs = append(errs, fmt.Errorf("DMLC_PS_ROOT_URI=%q: %w; want the name or an address of the scheduler's host", cfg.RootURI, err))
 		}
 	}
-	if x.needRDMA {
-		return errs // another check covers the address
+	if interfaces == nil {
+		return errs
 	}
-	interfaces, err := x.m.Interfaces()
-	if err != nil {
-		return errs // the interfaces are unknown
-	}
+	interfaces = slices.Clone(interfaces)
 	var have []string
 	for k := range interfaces {
 		i := &interfaces[k]
@@ -141,26 +147,26 @@ func (x *exam) absentNames(ctx context.Context) (errs []error) {
 	}
 	want := "want %s this host, which has " + strings.Join(have, ", ")
 	local := func(name, host string) {
-		addr, err := x.m.Resolve(ctx, host)
+		addr, err := resolve(ctx, host)
 		switch {
 		case err != nil:
 			errs = append(errs, fmt.Errorf("%s=%q: %w; "+want, name, host, err, "an address of"))
 		case addr.Is4() && !addr.IsLoopback() && !addr.IsUnspecified() &&
-			!slices.ContainsFunc(interfaces, func(i choose.Interface) bool { return slices.Contains(i.Addrs, addr) }):
+			!slices.ContainsFunc(interfaces, func(i hostaddr.Interface) bool { return slices.Contains(i.Addrs, addr) }):
 			errs = append(errs, fmt.Errorf("%s=%q: "+want, name, host, "an address of"))
 		}
 	}
 	switch {
-	case x.cfg.Role == scheduler:
-		if x.cfg.RootURI != "" && !x.cfg.Kubernetes {
-			local("DMLC_PS_ROOT_URI", x.cfg.RootURI)
+	case cfg.Role == scheduler:
+		if cfg.RootURI != "" && !cfg.Kubernetes {
+			local("DMLC_PS_ROOT_URI", cfg.RootURI)
 		}
-	case x.cfg.NodeHost != "":
-		local("DMLC_NODE_HOST", x.cfg.NodeHost)
-	case x.cfg.Interface != "" && !strings.EqualFold(x.cfg.Interface, "auto"):
-		match := hostaddr.Named(interfaces, x.cfg.Interface)
+	case cfg.NodeHost != "":
+		local("DMLC_NODE_HOST", cfg.NodeHost)
+	case cfg.Interface != "" && !strings.EqualFold(cfg.Interface, "auto"):
+		match := hostaddr.Named(interfaces, cfg.Interface)
 		if len(match) != 1 || len(match[0].Addrs) == 0 {
-			errs = append(errs, fmt.Errorf("DMLC_INTERFACE=%q: "+want, x.cfg.Interface, "one interface with an IPv4 address of"))
+			errs = append(errs, fmt.Errorf("DMLC_INTERFACE=%q: "+want, cfg.Interface, "one interface with an IPv4 address of"))
 		}
 	}
 	return errs
