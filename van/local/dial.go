@@ -239,9 +239,14 @@ func (d *dialer) dialAgain(id int, t *token) (l *outLink, err error) {
 
 // add installs a new link to node n. It reports false if the link is not needed any more.
 func (d *dialer) add(n *outPeer, l *outLink) bool {
+	d.peers.mu.Lock()
+	defer d.peers.mu.Unlock()
+	return d.addLocked(n, l)
+}
+
+// addLocked is add. The caller holds peers.mu.
+func (d *dialer) addLocked(n *outPeer, l *outLink) bool {
 	p := d.peers
-	p.mu.Lock()
-	defer p.mu.Unlock()
 	id := n.id
 	if p.closed || p.nodes[id] != n {
 		l.close(true)

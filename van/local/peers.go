@@ -19,15 +19,16 @@ import (
 
 // outPeer is a peer that this node sends data to.
 type outPeer struct {
-	id          int // peers.mu guards it
-	token       token
-	incarnation uint32        // 0: unknown
-	admitted    bool          // it replaces no other process, or Admit was called
-	tries       int           // attempts to replace a broken link
-	down        bool          // its loss was reported to losses; losses.mu guards it
-	lost        bool          // the watcher knows it as lost, or will; losses.mu guards it
-	settled     chan struct{} // closed when it is known whether there is a link
-	make        func()        // makes the link and closes settled; nil once it runs; peers.mu guards it
+	id           int // peers.mu guards it
+	token        token
+	incarnation  uint32        // 0: unknown
+	admitted     bool          // it replaces no other process, or Admit was called
+	insideLosses uint64        // how often the van inside has lost the peer; peers.mu guards it
+	tries        int           // attempts to replace a broken link
+	down         bool          // its loss was reported to losses; losses.mu guards it
+	lost         bool          // the watcher knows it as lost, or will; losses.mu guards it
+	settled      chan struct{} // closed when it is known whether there is a link
+	make         func()        // makes the link and closes settled; nil once it runs; peers.mu guards it
 }
 
 // peers are the nodes that this node knows, and the links to and from them.

@@ -94,12 +94,20 @@ func (d *dialer) retryLink(n *outPeer, x *inside) {
 		return n.id, p.nodes[n.id] == n
 	}
 	d.retry.Run(p.ctx, known, func(id int) error {
+		p.mu.Lock()
+		losses := n.insideLosses
+		p.mu.Unlock()
 		l, err := d.dial(p.ctx, id, &n.token, true)
 		if err != nil {
 			return err
 		}
 		err = failback.Change(&x.RWMutex, d.inner, id, markOf(l.number), func() error {
-			if !d.add(n, l) {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			if n.insideLosses != losses {
+				return errMarksLost
+			}
+			if !d.addLocked(n, l) {
 				return van.ErrClosed
 			}
 			return nil
@@ -110,6 +118,9 @@ func (d *dialer) retryLink(n *outPeer, x *inside) {
 		return err
 	})
 }
+
+// errMarksLost: marks of a link that was not installed yet may be lost.
+var errMarksLost = errors.New("the connection that carried the data before has broken while the data was moved")
 
 // marked consumes m, a message of the van inside, if it is a mark, and reports whether it is one.
 func (p *peers) marked(m *van.Message) bool {
@@ -139,6 +150,11 @@ func (p *peers) endBehind(l *inLink, level slog.Level) {
 
 // lostInside ends the links to and from peer id that wait for marks: the van inside has lost the peer, and perhaps the marks.
 func (p *peers) lostInside(id int) {
+	p.mu.Lock()
+	if n := p.nodes[id]; n != nil {
+		n.insideLosses++
+	}
+	p.mu.Unlock()
 	for _, l := range *p.ins.Load() {
 		if l.from.id == id && l.marks.Missing() {
 			p.endBehind(l, slog.LevelInfo)
@@ -148,7 +164,7 @@ func (p *peers) lostInside(id int) {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		if !l.gone && l.seg.behind().Load() != 0 {
-			_ = l.fail(errors.New("the connection that carried the data before has broken"))
+			_ = l.fail(errMarksLost)
 		}
 	}
 }

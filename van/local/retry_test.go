@@ -12,6 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/failback"
 )
 
 // obstacle keeps a worker from making a link until it is removed.
@@ -189,6 +190,59 @@ func TestMarksLost(t *testing.T) {
 			}
 		})
 	}
+}
+
+// losing is a van inside that loses its connection, and the message with it, when it sends the first mark.
+type losing struct {
+	van.Van
+	lose func()
+	once sync.Once
+}
+
+func (l *losing) Send(m *van.Message) (err error) {
+	lost := false
+	if _, is := failback.ReadMark(markKind, m); is {
+		l.once.Do(func() {
+			lost = true
+			l.lose()
+		})
+	}
+	if lost {
+		return nil
+	}
+	return l.Van.Send(m)
+}
+
+// TestMarksLostBefore: a link whose marks are lost before it is installed is not used. The next one is.
+func TestMarksLostBefore(t *testing.T) {
+	n := inproc.NewNetwork()
+	var free atomic.Bool
+	worker, server := newNode(t, n, 9, func(v *Van) {
+		v.dialer.retry.Pause = time.Millisecond
+		v.dialer.inner = &losing{Van: v.dialer.inner, lose: func() { v.peers.lostInside(8) }}
+		v.tx.memory.make = func(n, have int) (int, error) {
+			if !free.Load() {
+				return -1, unix.ENOMEM
+			}
+			return memfd.Part(n, have)
+		}
+	}), newNode(t, n, 8, nil)
+	worker.start()
+	server.start()
+	server.connect(worker)
+	if err := worker.Connect(t.Context(), 8, server.self); err != nil {
+		t.Fatal(err)
+	}
+	worker.must(data(8, 0, []byte("x")))
+	free.Store(true)
+	eventually(t, "the link is made", func() bool { return worker.peers.link(8) != nil })
+	worker.must(data(8, 1, []byte("x")))
+	for i := range 2 {
+		if m := server.next(); int(m.Timestamp) != i {
+			t.Errorf("message %d, want %d", m.Timestamp, i)
+		}
+	}
+	worker.says(errMarksLost.Error())
 }
 
 // TestHopeless: after an error that no later try can change, there are no more tries, and the log says so.
