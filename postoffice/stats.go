@@ -20,7 +20,7 @@ type Stats struct {
 	Transport van.Stats // messages, bytes, pauses and refusals of all transports together
 
 	StrangerMessages, StrangerBytes uint64 // of unknown processes, dropped: STEPAF_STRANGER_BUDGET, or no member after 10 s
-	EarlyRequests, EarlyBytes       uint64 // for applications that are not made, dropped: STEPAF_RECV_BUDGET_PEER, STEPAF_RECV_BUDGET, STEPAF_STRANGER_BUDGET, STEPAF_START_TIMEOUT
+	EarlyRequests, EarlyBytes       uint64 // for applications that are not made, dropped: STEPAF_RECV_BUDGET, STEPAF_STRANGER_BUDGET, STEPAF_START_TIMEOUT
 	RefusedRequests                 uint64 // refused by their application with ErrQueueFull, such as batches that do not end: STEPAF_RECV_BUDGET_PEER
 	InvalidRequests                 uint64 // refused by their application with ErrInvalid, such as batches that are too long: STEPAF_RECV_BUDGET
 	PausedReads                     uint64 // times that a peer was not read until its application had taken some messages: STEPAF_RECV_BUDGET_PEER

@@ -34,7 +34,8 @@ var (
 	ErrMalformed = errors.New("malformed message")
 	// ErrUnauthenticated: one end of a connection has not proved that it knows the secret which the other end requires.
 	ErrUnauthenticated = errors.New("no valid proof of the cluster's secret")
-	// ErrRequestRefused: the peer's handler has refused the request; the text has its reason.
+	// ErrRequestRefused: the peer's handler has refused the request, or the peer has not made its application in time; the text
+	// has the reason.
 	ErrRequestRefused = errors.New("request refused")
 	// ErrNoTransport: this build does not contain the chosen van. It matches ErrInvalid, too.
 	ErrNoTransport error = invalid("unsupported van type")

@@ -62,7 +62,11 @@ func (a App) PausedRead(id, bytes int, text string) { a.pausedRead(id, bytes, te
 
 // Poll receives on the caller's goroutine, if the van can, until done returns true or no message has arrived for a
 // short time. Handlers run on it, too, and must never block.
-func (a App) Poll(done func() bool) { a.transport.stack.Poll(done) }
+func (a App) Poll(done func() bool) {
+	if !a.apps.overfull.Load() {
+		a.transport.stack.Poll(done)
+	}
+}
 
 // OnExit registers f to run after the node has left, in reverse order of registration. The returned function removes
 // f.

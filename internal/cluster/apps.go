@@ -49,10 +49,12 @@ func (a App) AddServer(id, customer int, in *Inbound, handle func(*van.Message))
 		first = int32(n.rand() % (1 << 30))
 	}
 	c := newCustomer(n, id, customer, first, in, handle)
+	apps.takeCanceled(k, in)
 	c.deliverBacklog(apps.takeQueued(k))
 	m := maps.Clone(*apps.table.Load())
 	m[k] = c
 	apps.table.Store(&m)
+	apps.changed.Broadcast()
 	return c, nil
 }
 
@@ -85,6 +87,7 @@ func (a *apps) deliver(msg *van.Message) {
 func (a *apps) peerLost(id int, cause error) {
 	a.mu.Lock()
 	a.dropQueued(func(_ appKey, e *queuedRequest) bool { return e.msg.Sender == id })
+	a.changed.Broadcast()
 	a.mu.Unlock()
 	for _, c := range a.customers() {
 		c.peerLost(id, cause)
@@ -92,6 +95,10 @@ func (a *apps) peerLost(id int, cause error) {
 }
 
 func (a *apps) failAll(err error) {
+	a.mu.Lock()
+	a.ended = true
+	a.changed.Broadcast()
+	a.mu.Unlock()
 	for _, c := range a.customers() {
 		c.abortAll(err)
 		c.backlogs.end()
@@ -109,7 +116,8 @@ func (a *apps) failRequest(meta *van.Meta, peer int, err error) {
 	}
 }
 
-// cancel passes a cancellation to its customer. If there is none yet, it drops the queued requests that c names.
+// cancel passes a cancellation to its customer. If there is none yet, it drops the queued requests that w names, and keeps w for
+// those that arrive later.
 func (a *apps) cancel(app int, w Canceled, epoch uint32) {
 	k := a.key(int32(app), w.Customer)
 	a.mu.Lock()
@@ -118,6 +126,8 @@ func (a *apps) cancel(app int, w Canceled, epoch uint32) {
 		a.dropQueued(func(of appKey, e *queuedRequest) bool {
 			return of == k && e.msg.Sender == w.Sender && e.msg.ProcessEpoch == epoch && w.Has(e.msg.CustomerID, e.msg.Timestamp)
 		})
+		a.keepCanceled(k, w, epoch)
+		a.changed.Broadcast()
 	}
 	a.mu.Unlock()
 	if c == nil {

@@ -29,18 +29,24 @@ type apps struct {
 	usage      map[int]usage // of queued, by sender
 	messages   int           // of queued
 	bytes      int
+	changed    sync.Cond     // requests have left queued, a customer was added, or another reason of a wait in enqueue has changed
+	canceled   []earlyCancel // oldest first
 	expiry     *time.Timer
 	closed     bool
+	ended      bool             // the node has failed or leaves: enqueue does not wait
 	endingCall string           // the call in which the ending program waits, see refuseNew
 	next       map[appKey]int32 // first timestamps for customers that are made again
 	noApp      logx.Sparse
 	tooMany    logx.Sparse
+
+	overfull atomic.Bool // a Poll has queued a request beyond a limit, and no request has left queued since; set under mu
 }
 
 type appKey struct{ app, customer int32 }
 
 func (a *apps) init(self *nodeInfo, processes *processes, notices *notices) {
 	a.self, a.processes, a.notices, a.role = self, processes, notices, self.role
+	a.changed.L = &a.mu
 	a.table.Store(&map[appKey]*Customer{})
 	a.queued, a.usage, a.next = map[appKey][]queuedRequest{}, map[int]usage{}, map[appKey]int32{}
 }

@@ -5,6 +5,7 @@ package cluster
 import (
 	"cmp"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
@@ -23,81 +24,140 @@ type queuedRequest struct {
 	queuedAt uint64 // clock.Now
 }
 
+// earlyRefusal has the arguments of notices.refuse for a request that has expired.
+type earlyRefusal struct {
+	sender            int
+	epoch             uint32
+	app, customer, ts int32
+	why               error
+}
+
+// earlyCancel is the cancellation of requests for an application that does not exist yet. Some of them may not have
+// arrived: control messages overtake data.
+type earlyCancel struct {
+	k appKey
+	cancellation
+}
+
 // usage is the number of queued messages and bytes of one sender.
 type usage struct{ messages, bytes int }
 
 // enqueue queues a request for an application that does not exist yet, or refuses it. It returns the customer if that
-// has been made meanwhile.
+// has been made meanwhile. At a limit, enqueue blocks, and with it the receiving of that sender's messages, until
+//   - the application has been made,
+//   - queued requests were canceled or have expired (see expireIn, which bounds the wait), or
+//   - the request cannot be answered any more: its sender is lost or has canceled it, or this node ends.
 func (a *apps) enqueue(k appKey, msg *van.Message) *Customer {
-	c, why := a.tryEnqueue(k, msg)
+	c, why := a.tryEnqueue(k, msg, msg.Deliverer.InPoll())
 	if why != "" {
 		a.notices.refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, fmt.Errorf("%w: %w: %s", van.ErrQueueFull, errNoApp, why))
 	}
 	return c
 }
 
-// tryEnqueue is enqueue, but returns the reason why the request is dropped.
-func (a *apps) tryEnqueue(k appKey, msg *van.Message) (c *Customer, why string) {
+// tryEnqueue is enqueue, but returns the reason why the request is dropped. With inPoll it does not block.
+func (a *apps) tryEnqueue(k appKey, msg *van.Message, inPoll bool) (c *Customer, why string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if c := (*a.table.Load())[k]; c != nil {
-		return c, ""
-	}
-	if a.closed {
-		return nil, ""
-	}
-	if !msg.Request {
-		if count, show := a.noApp.Next(); show {
-			a.self.log.Info("dropped an answer", "err", errNoApp, "from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "dropped so far", count)
+	arrived, limit := clock.Now(), a.queueLimit()
+	for paused := false; ; paused = true {
+		if c := (*a.table.Load())[k]; c != nil {
+			return c, ""
 		}
-		return nil, ""
-	}
-	if a.endingCall != "" {
-		a.refuseFinished(msg)
-		return nil, ""
-	}
-	if why := a.whyFull(msg); why != "" {
-		a.self.counts.early.add(msg)
-		if count, show := a.tooMany.Next(); show {
-			a.self.log.Warn("dropped a request for an application that this node does not have: "+why, "err", errNoApp,
-				"from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "queued", a.messages, "bytes", a.bytes, "dropped so far", count)
+		if a.closed {
+			return nil, ""
 		}
-		return nil, why
+		if !msg.Request {
+			if count, show := a.noApp.Next(); show {
+				a.self.log.Info("dropped an answer", "err", errNoApp, "from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "dropped so far", count)
+			}
+			return nil, ""
+		}
+		if a.endingCall != "" {
+			a.refuseFinished(msg)
+			return nil, ""
+		}
+		if a.wasCanceled(k, msg) {
+			return nil, ""
+		}
+		never, full := a.whyNever(msg), a.whyFull(msg)
+		if full != "" && inPoll {
+			// The caller of the Poll waits for something else, and must not be blocked: the request is queued. There are no more
+			// Polls while the queue is overfull.
+			if !a.overTotal(weight(msg)) {
+				a.overfull.Store(true)
+				full = ""
+			} else if never == "" {
+				never = full
+			}
+		}
+		if never != "" {
+			a.self.counts.early.add(msg)
+			if count, show := a.tooMany.Next(); show {
+				a.self.log.Warn("dropped a request for an application that this node does not have: "+never, "err", errNoApp,
+					"from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "queued", a.messages, "bytes", a.bytes, "dropped so far", count)
+			}
+			return nil, never
+		}
+		if full == "" {
+			if a.messages == 0 {
+				a.self.log.Info("queueing requests until their application is made", "app", k.app, "customer", k.customer)
+				a.expireIn(max(limit-time.Duration(clock.Now()-arrived), time.Millisecond))
+			}
+			a.queued[k] = append(a.queued[k], queuedRequest{msg.Retain(), arrived})
+			a.count(msg, 1)
+			return nil, ""
+		}
+		if a.ended {
+			return nil, ""
+		}
+		if !paused {
+			a.self.counts.paused.Add(1)
+			a.self.rarely("early").Warn("a peer is not read for now: its application does not exist yet", "peer", a.self.peerName(msg.Sender),
+				"app", k.app, "customer", k.customer, "why", full, "limit", limit)
+		}
+		a.changed.Wait()
 	}
-	if a.messages == 0 {
-		a.self.log.Info("queueing requests until their application is made", "app", k.app, "customer", k.customer)
-		a.expireIn(a.queueLimit())
-	}
-	a.queued[k] = append(a.queued[k], queuedRequest{msg.Retain(), clock.Now()})
-	a.count(msg, 1)
-	return nil, ""
 }
 
-// whyFull returns the reason why msg cannot be queued, or "". The first message of a member may be longer than
-// STEPAF_RECV_BUDGET_PEER: it could never be received otherwise. a.mu is held. The loss of a sender is recorded
+// whyNever returns the reason why msg is refused, or "": it is too long, its sender is lost, or it is at a limit and its
+// sender is this node, whose messages are in memory already, or not a member yet. a.mu is held. The loss of a sender is recorded
 // before peerLost takes a.mu: a message that is queued in spite of this check is dropped there.
-func (a *apps) whyFull(msg *van.Message) string {
-	if a.processes.lost(msg.Sender) != nil {
-		return "its sender has been lost"
-	}
-	size, of := weight(msg), a.usage[msg.Sender]
-	what, limit, used := "STEPAF_RECV_BUDGET_PEER", a.self.cfg.RecvBudgetPeer, of.bytes
-	member := a.processes.of(msg.Sender).known
-	if !member {
-		if !a.self.mayJoin(msg.Sender) {
-			return "its sender is no member of the cluster"
-		}
-		what, limit, used = "STEPAF_STRANGER_BUDGET", a.self.cfg.StrangerBudget, a.bytes
-	}
+func (a *apps) whyNever(msg *van.Message) string {
+	size, p := weight(msg), a.processes.of(msg.Sender)
 	switch {
+	case p.lost != nil, p.epoch != msg.ProcessEpoch && msg.ProcessEpoch != 0:
+		return "its sender has been lost"
+	case a.self.cfg.RecvBudget > 0 && size > a.self.cfg.RecvBudget:
+		return fmt.Sprintf("this one has %d bytes (STEPAF_RECV_BUDGET=%d)", size, a.self.cfg.RecvBudget)
+	case p.known && msg.Sender != a.self.ID():
+		return ""
+	case !a.self.mayJoin(msg.Sender):
+		return "its sender is no member of the cluster"
+	case a.self.cfg.StrangerBudget > 0 && a.bytes+size > a.self.cfg.StrangerBudget:
+		return fmt.Sprintf("this one has %d bytes, and %d are queued already (STEPAF_STRANGER_BUDGET=%d)", size, a.bytes, a.self.cfg.StrangerBudget)
+	}
+	return a.whyFull(msg)
+}
+
+// whyFull returns the reason why msg cannot be queued now, or "". The first message of a sender may be longer than
+// STEPAF_RECV_BUDGET_PEER: it could never be received otherwise. a.mu is held.
+func (a *apps) whyFull(msg *van.Message) string {
+	size, of := weight(msg), a.usage[msg.Sender]
+	switch limit := a.self.cfg.RecvBudgetPeer; {
 	case of.messages >= maxQueuedRequests:
 		return fmt.Sprintf("%d of its sender are queued already", of.messages)
-	case limit > 0 && used+size > limit && !(member && of.messages == 0):
-		return fmt.Sprintf("this one has %d bytes, and %d are queued already (%s=%d)", size, used, what, limit)
-	case a.self.cfg.RecvBudget > 0 && a.bytes+size > a.self.cfg.RecvBudget:
+	case limit > 0 && of.bytes+size > limit && of.messages > 0:
+		return fmt.Sprintf("this one has %d bytes, and %d are queued already (STEPAF_RECV_BUDGET_PEER=%d)", size, of.bytes, limit)
+	case a.overTotal(size):
 		return fmt.Sprintf("this one has %d bytes, and %d are queued already (STEPAF_RECV_BUDGET=%d)", size, a.bytes, a.self.cfg.RecvBudget)
 	}
 	return ""
+}
+
+// overTotal reports whether the queued requests and another one of size bytes would exceed STEPAF_RECV_BUDGET. a.mu is held.
+func (a *apps) overTotal(size int) bool {
+	return a.self.cfg.RecvBudget > 0 && a.bytes+size > a.self.cfg.RecvBudget
 }
 
 // count adds msg to the usage (sign 1) or subtracts it (sign -1). a.mu is held.
@@ -110,6 +170,10 @@ func (a *apps) count(msg *van.Message, sign int) {
 	}
 	a.messages += sign
 	a.bytes += sign * weight(msg)
+	if sign < 0 {
+		a.overfull.Store(false)
+		a.changed.Broadcast()
+	}
 }
 
 // dropQueued drops the queued requests that match and returns their number. a.mu is held.
@@ -136,20 +200,28 @@ func (a *apps) dropQueued(match func(appKey, *queuedRequest) bool) (forgotten in
 // queueLimit is the time for which requests are queued.
 func (a *apps) queueLimit() time.Duration { return cmp.Or(max(a.self.cfg.StartTimeout, 0), queueTime) }
 
-// expireIn drops, after d, the requests that have waited too long. a.mu is held.
+// expireIn drops, after d, the requests that have waited too long, and notifies their senders. a.mu is held.
 func (a *apps) expireIn(d time.Duration) {
 	if a.expiry != nil {
 		a.expiry.Stop()
 	}
 	a.expiry = time.AfterFunc(d, func() {
+		var refused []earlyRefusal
 		a.mu.Lock()
-		defer a.mu.Unlock()
+		defer func() {
+			a.mu.Unlock()
+			for _, r := range refused {
+				a.notices.refuse(r.sender, r.epoch, r.app, r.customer, r.ts, r.why)
+			}
+		}()
 		limit, oldest := a.queueLimit(), uint64(0)
 		var of appKey
 		gone := a.dropQueued(func(k appKey, e *queuedRequest) bool {
 			if time.Duration(clock.Now()-e.queuedAt) >= limit {
 				of = k
 				a.self.counts.early.add(e.msg)
+				refused = append(refused, earlyRefusal{e.msg.Sender, e.msg.ProcessEpoch, e.msg.AppID, e.msg.CustomerID, e.msg.Timestamp,
+					fmt.Errorf("%w: %w: %s has not made application %d within %s (STEPAF_START_TIMEOUT)", van.ErrRequestRefused, errNoApp, a.self.Name(), e.msg.AppID, limit)})
 				return true
 			}
 			if oldest == 0 || e.queuedAt < oldest {
@@ -172,6 +244,7 @@ func (a *apps) close() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.closed = true
+	a.changed.Broadcast()
 	if a.expiry != nil {
 		a.expiry.Stop()
 	}
@@ -183,6 +256,7 @@ func (a *apps) close() {
 func (a *apps) refuseNew(text string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	a.changed.Broadcast()
 	if a.endingCall = text; text == "" {
 		return
 	}
@@ -206,4 +280,30 @@ func (a *apps) takeQueued(k appKey) []queuedRequest {
 		a.count(e.msg, -1)
 	}
 	return kept
+}
+
+// keepCanceled stores a cancellation of requests for k, which does not exist yet. a.mu is held.
+func (a *apps) keepCanceled(k appKey, w Canceled, epoch uint32) {
+	now := clock.Now()
+	for len(a.canceled) > 0 && (len(a.canceled) >= maxCancellations || time.Duration(now-a.canceled[0].at) > cancelMemory) {
+		a.canceled = a.canceled[1:]
+	}
+	a.canceled = append(a.canceled, earlyCancel{k, cancellation{w, epoch, now}})
+}
+
+// wasCanceled reports whether msg, a request for k, was canceled. a.mu is held.
+func (a *apps) wasCanceled(k appKey, msg *van.Message) bool {
+	return slices.ContainsFunc(a.canceled, func(x earlyCancel) bool {
+		return x.k == k && x.Sender == msg.Sender && x.epoch == msg.ProcessEpoch && x.Has(msg.CustomerID, msg.Timestamp)
+	})
+}
+
+// takeCanceled moves the cancellations of requests for k to in. a.mu is held.
+func (a *apps) takeCanceled(k appKey, in *Inbound) {
+	a.canceled = slices.DeleteFunc(a.canceled, func(x earlyCancel) bool {
+		if x.k == k {
+			in.cancellations.add(x.Canceled, x.epoch)
+		}
+		return x.k == k
+	})
 }

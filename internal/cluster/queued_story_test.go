@@ -263,55 +263,58 @@ func TestFinishedRequestsAreRecycled(t *testing.T) {
 	}
 }
 
-// TestQueuedRequestsAreCounted: of small requests, 4096 of one sender are queued.
+// TestQueuedRequestsAreCounted: of small requests, 4096 of one sender are queued. The server does not read the others until
+// the application is made, and then all arrive in order.
 func TestQueuedRequestsAreCounted(t *testing.T) {
-	hook := &hooks.Van{}
-	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
-	last := make(chan struct{})
-	if _, err := core(c.Servers[0]).App().AddCustomer(8, 8, func(*van.Message) { close(last) }); err != nil {
-		t.Fatal(err)
-	}
-	for ts := range 4096 + 20 {
+	const all = 4096 + 20
+	c := testcluster.Start(t, testcluster.Options{})
+	s := c.Servers[0]
+	for ts := range all {
 		ask(t, c, 7, ts, 1)
 	}
-	ask(t, c, 8, 0, 1) // behind all of them
-	select {
-	case <-last:
-	case <-time.After(20 * time.Second):
-		t.Fatal("the last request does not come")
+	until(t, "4096 requests are queued, and one waits", func() bool { return s.Stats().QueuedRequests == 4096 && s.Stats().PausedReads == 1 })
+	came := make(chan int32, all)
+	if _, err := core(s).App().AddCustomer(7, 7, func(m *van.Message) { came <- m.Timestamp }); err != nil {
+		t.Fatal(err)
 	}
-	until(t, "4096 requests are held", func() bool { return hook.Held() == 4096 })
+	for want := range int32(all) {
+		select {
+		case ts := <-came:
+			if ts != want {
+				t.Fatalf("request %d has arrived, want %d", ts, want)
+			}
+		case <-time.After(20 * time.Second):
+			t.Fatalf("request %d has not arrived", want)
+		}
+	}
+	testcluster.Counted(t, s, postoffice.Stats{PausedReads: 1})
 }
 
 // TestQueuedRequestsHaveABudget: the queued requests of one sender stay within its budget, which other senders do not
-// use.
+// use. The server does not read the others until the application is made.
 func TestQueuedRequestsHaveABudget(t *testing.T) {
 	const budget, size = 1 << 20, 100 << 10
-	hook := &hooks.Van{}
 	var logged vantest.Log
-	c := testcluster.Start(t, testcluster.Options{Workers: 2, Wrap: hook.Wrap("server", 0), Log: logged.Logger(),
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Log: logged.Logger(),
 		Set: func(c *postoffice.Config) { c.RecvBudgetPeer = budget }})
-	last := make(chan struct{}, 2)
-	if _, err := core(c.Servers[0]).App().AddCustomer(8, 8, func(*van.Message) { last <- struct{}{} }); err != nil {
-		t.Fatal(err)
-	}
+	s := c.Servers[0]
 	for worker := range c.Workers {
 		for ts := range 20 {
 			askFrom(t, c, worker, 7, ts, size)
 		}
-		askFrom(t, c, worker, 8, 0, 1) // behind all of them
-		select {
-		case <-last:
-		case <-time.After(20 * time.Second):
-			t.Fatalf("the last request of worker %d does not come", worker)
-		}
-		until(t, "the rest is held", func() bool { return hook.Held() == (worker+1)*(budget/size) })
+		until(t, "a part is queued, and the rest waits", func() bool {
+			return s.Stats().QueuedRequests == (worker+1)*(budget/size) && s.Stats().PausedReads == uint64(worker+1)
+		})
 	}
-	if !strings.Contains(logged.String(), "dropped a request for an application that this node does not have") {
-		t.Error("the log does not say what was dropped")
+	if !strings.Contains(logged.String(), "a peer is not read for now: its application does not exist yet") {
+		t.Error("the log does not report that a peer is not read")
 	}
-	const gone = 2 * (20 - budget/size)
-	testcluster.Counted(t, c.Servers[0], postoffice.Stats{EarlyRequests: gone, EarlyBytes: gone * (size + 8 + 512)})
+	testcluster.Counted(t, s, postoffice.Stats{PausedReads: 2})
+	came := make(chan int32, 40)
+	if _, err := core(s).App().AddCustomer(7, 7, func(m *van.Message) { came <- m.Timestamp }); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "all requests arrive", func() bool { return len(came) == cap(came) })
 }
 
 // TestPlaces: only ids that the cluster has a place for may join it.
@@ -512,8 +515,8 @@ func TestRefused(t *testing.T) {
 }
 
 // TestLongQueuedRequest: the first request for an application that does not exist yet is queued and delivered,
-// also if it is longer than STEPAF_RECV_BUDGET_PEER. A request that is not queued fails at once, and its error has
-// its length and the reason.
+// also if it is longer than STEPAF_RECV_BUDGET_PEER. The next one waits. A request that is longer than STEPAF_RECV_BUDGET
+// fails at once, and its error has its length and the reason.
 func TestLongQueuedRequest(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		const budget = 1 << 20
@@ -529,24 +532,27 @@ func TestLongQueuedRequest(t *testing.T) {
 			}
 			return r
 		}
-		refused := func(r *request, texts ...string) {
-			t.Helper()
-			vantest.Fails(t, x.Wait(within(t, 20*time.Second), r.First(), 0), van.ErrQueueFull, append(texts, "no such application")...)
-		}
-		refused(send(5*budget), fmt.Sprint("this one has ", 5*budget+520, " bytes, and 0 are queued already (STEPAF_RECV_BUDGET=", 4*budget))
+		vantest.Fails(t, x.Wait(within(t, 20*time.Second), send(5*budget).First(), 0), van.ErrQueueFull, "no such application",
+			fmt.Sprint("this one has ", 5*budget+520, " bytes (STEPAF_RECV_BUDGET=", 4*budget))
 		first := send(3 * budget)
-		refused(send(10), "this one has 530 bytes", fmt.Sprint(3*budget+520, " are queued already (STEPAF_RECV_BUDGET_PEER=", budget))
+		second := send(10)
+		until(t, "the second request waits", func() bool { return c.Servers[0].Stats().PausedReads == 1 })
 		came := make(chan int, 3)
 		if _, err := core(c.Servers[0]).App().AddCustomer(5, 5, func(m *van.Message) { came <- m.Vals.Len() }); err != nil {
 			t.Fatal(err)
 		}
-		select {
-		case n := <-came:
-			if n != 3*budget || !first.Pending() {
-				t.Errorf("%d bytes have come, want %d; their request waits: %t", n, 3*budget, first.Pending())
+		for _, want := range []int{3 * budget, 10} {
+			select {
+			case n := <-came:
+				if n != want {
+					t.Errorf("%d bytes have arrived, want %d", n, want)
+				}
+			case <-time.After(20 * time.Second):
+				t.Fatalf("the request of %d bytes has not arrived", want)
 			}
-		case <-time.After(20 * time.Second):
-			t.Fatal("the request is not there")
+		}
+		if !first.Pending() || !second.Pending() {
+			t.Error("a request has failed")
 		}
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }

@@ -1,8 +1,11 @@
 package cluster
 
 import (
+	"cmp"
 	"errors"
+	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -32,8 +35,8 @@ func TestOneExpiry(t *testing.T) {
 // TestEachExpires: a request that was queued later expires later.
 func TestEachExpires(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var a apps
-		a.init(&nodeInfo{cfg: &Config{StartTimeout: time.Second}, log: slog.New(slog.DiscardHandler)}, nil, nil)
+		n := keptNode(&Config{StartTimeout: time.Second}, slog.New(slog.DiscardHandler))
+		a := &n.apps
 		keep := func(sender int) {
 			a.mu.Lock()
 			defer a.mu.Unlock()
@@ -64,7 +67,8 @@ func TestEachExpires(t *testing.T) {
 }
 
 // TestQueueLimits: the queued requests of a member, and of a process that is not one yet, are compared with its budget: a
-// member's with its own messages, the other's with all that are queued.
+// member's with its own messages, the other's with all that are queued. A member waits at its budget, except for a request
+// that is longer than the budget for all; the other is refused.
 func TestQueueLimits(t *testing.T) {
 	cfg := DefaultConfig()
 	cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 3, 1, 1
@@ -79,24 +83,28 @@ func TestQueueLimits(t *testing.T) {
 	a := &n.apps
 	for _, c := range []struct {
 		sender, size int
+		refused      bool
 		why          string // "" if it is queued
 	}{
-		{11, 15000, ""},
-		{13, 15000, ""},
-		{13, 2000, "this one has 2000 bytes, and 30000 are queued already (STEPAF_STRANGER_BUDGET=30000)"},
-		{9, 55000, ""}, // the first one may have any size
-		{9, 2000, "this one has 2000 bytes, and 55000 are queued already (STEPAF_RECV_BUDGET_PEER=50000)"},
-		{15, 2000, "no member"}, // there is no such rank
+		{11, 15000, false, ""},
+		{13, 15000, false, ""},
+		{13, 2000, true, "this one has 2000 bytes, and 30000 are queued already (STEPAF_STRANGER_BUDGET=30000)"},
+		{9, 95000, true, "this one has 95000 bytes (STEPAF_RECV_BUDGET=90000)"},
+		{9, 55000, false, ""}, // the first one may exceed the budget of the peer
+		{9, 2000, false, "this one has 2000 bytes, and 55000 are queued already (STEPAF_RECV_BUDGET_PEER=50000)"},
+		{8, 2000, true, "STEPAF_STRANGER_BUDGET"}, // of this node itself
+		{15, 2000, true, "no member"},             // there is no such rank
 	} {
 		m := message(c.sender, c.size)
 		a.mu.Lock()
-		why := a.whyFull(m)
+		never := a.whyNever(m)
+		why := cmp.Or(never, a.whyFull(m))
 		if why == "" {
 			a.count(m, 1)
 		}
 		a.mu.Unlock()
-		if (why == "") != (c.why == "") || !strings.Contains(why, c.why) {
-			t.Errorf("%d bytes of %d: %q, want %q", c.size, c.sender, why, c.why)
+		if (why == "") != (c.why == "") || !strings.Contains(why, c.why) || (never != "") != c.refused {
+			t.Errorf("%d bytes of %d: refused %t, %q, want %t, %q", c.size, c.sender, never != "", why, c.refused, c.why)
 		}
 	}
 }
@@ -198,10 +206,13 @@ func TestEndOfABacklog(t *testing.T) {
 // sent is a van that records messages.
 type sent struct {
 	van.Van
+	mu     sync.Mutex
 	bodies []string
 }
 
 func (s *sent) Send(m *van.Message) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.bodies = append(s.bodies, string(m.Body))
 	return nil
 }
@@ -385,4 +396,108 @@ func TestFailsItsOwnRequest(t *testing.T) {
 	if err := c.Wait(t.Context(), r.First(), 0); !errors.Is(err, van.ErrTimeout) || len(end) != 1 {
 		t.Errorf("%v, ended %d times", err, len(end))
 	}
+}
+
+// TestWhatEndsAWaitForAnApplication: a request that waits because its sender's queue is full is delivered when its application
+// is made, and refused when the limit of time has passed. Its receiver continues, too, when the request or queued ones are
+// canceled, when the sender is lost, and when this node's program or the node ends.
+func TestWhatEndsAWaitForAnApplication(t *testing.T) {
+	const limit = time.Minute
+	refused := "stepaf/1 refused 7 0 1 refused no such application: server 0 has not made application 7 within 1m0s (STEPAF_START_TIMEOUT)"
+	cancel := func(n *Node, ts int32) {
+		n.apps.cancel(7, Canceled{Sender: 9, First: ts, Count: 1}, n.processes.of(9).epoch)
+	}
+	for _, x := range []struct {
+		name string
+		end  func(t *testing.T, n *Node)
+		came string // the timestamps of the requests that the application gets, if it is made afterwards
+		told string // a notice to the sender
+	}{
+		{"application", func(*testing.T, *Node) {}, "[1 2]", ""},
+		{"limit", func(*testing.T, *Node) { time.Sleep(limit + 2*time.Millisecond) }, "[]", refused},
+		{"queued request canceled", func(_ *testing.T, n *Node) { cancel(n, 1) }, "[2]", ""},
+		{"request canceled", func(_ *testing.T, n *Node) { cancel(n, 2) }, "[1]", ""},
+		{"sender lost", func(_ *testing.T, n *Node) {
+			n.processes.setLost(9, van.ErrPeerLost)
+			n.apps.peerLost(9, van.ErrPeerLost)
+		}, "[]", ""},
+		{"end of the program", func(_ *testing.T, n *Node) { n.apps.refuseNew("stop") }, "[]", "stepaf/1 refused 7 0 2 finished"},
+		{"end of the node", func(_ *testing.T, n *Node) { n.apps.failAll(van.ErrClosed) }, "[1]", ""},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				cfg := DefaultConfig()
+				cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
+				cfg.RecvBudgetPeer, cfg.StartTimeout = 1000, limit
+				n := keptNode(cfg, slog.New(slog.DiscardHandler))
+				out := &sent{}
+				n.notices.van = out
+				n.pending.setProcess(9, 2, false)
+				done := make(chan struct{}, 2)
+				go func() {
+					for ts := range int32(2) {
+						m := &van.Message{}
+						m.Reset()
+						m.Sender, m.Request, m.AppID, m.CustomerID, m.Timestamp = 9, true, 7, 0, ts+1
+						m.SetIncarnations(2, n.incarnation)
+						n.receive(m)
+						done <- struct{}{}
+					}
+				}()
+				synctest.Wait()
+				if len(done) != 1 || n.counts.paused.Load() != 1 {
+					t.Fatalf("%d of 2 requests are queued, want 1, and the other one waits", len(done))
+				}
+				x.end(t, n)
+				synctest.Wait()
+				if waits := x.name == "application"; waits != (len(done) == 1) {
+					t.Fatalf("the request waits: %t, want %t", len(done) == 1, waits)
+				}
+				came := []int32{}
+				if _, err := n.App().AddCustomer(7, 7, func(m *van.Message) { came = append(came, m.Timestamp) }); err != nil {
+					t.Error(err)
+				}
+				synctest.Wait()
+				if len(done) != 2 {
+					t.Error("the request waits for its application, which exists")
+				}
+				if got := fmt.Sprint(came); got != x.came {
+					t.Errorf("the application gets %s, want %s", got, x.came)
+				}
+				if x.told == "" && len(out.bodies) > 0 || x.told != "" && !slices.ContainsFunc(out.bodies, func(s string) bool { return strings.HasPrefix(s, x.told) }) {
+					t.Errorf("the sender gets the notices %q, want %q", out.bodies, x.told)
+				}
+				n.apps.close()
+			})
+		})
+	}
+}
+
+// TestPollsDoNotWaitForAnApplication: a request that a Poll delivers is queued beyond the budget of its sender, up to that of all.
+// No further Poll begins then until queued requests have left.
+func TestPollsDoNotWaitForAnApplication(t *testing.T) {
+	cfg := DefaultConfig()
+	cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
+	cfg.RecvBudgetPeer, cfg.RecvBudget = 1000, 3*512
+	n := keptNode(cfg, slog.New(slog.DiscardHandler))
+	n.pending.setProcess(9, 2, false)
+	var refused []string
+	for ts := range int32(4) {
+		m := (&van.Message{Meta: van.Meta{Request: true, AppID: 7, Timestamp: ts}, Sender: 9}).Retain()
+		m.ProcessEpoch = n.processes.of(9).epoch
+		_, why := n.apps.tryEnqueue(appKey{7, 7}, m, true)
+		m.Release()
+		refused = append(refused, why)
+		if got, want := n.apps.overfull.Load(), ts > 0; got != want {
+			t.Errorf("after request %d: overfull %t, want %t", ts, got, want)
+		}
+	}
+	if n.apps.messages != 3 || strings.Join(refused[:3], "") != "" || !strings.Contains(refused[3], "512 bytes, and 1536 are queued already (STEPAF_RECV_BUDGET_PEER") {
+		t.Errorf("%d requests are queued, want 3; refused: %q, want the last one", n.apps.messages, refused)
+	}
+	n.apps.cancel(7, Canceled{Sender: 9, First: 1, Count: 1}, n.processes.of(9).epoch)
+	if n.apps.overfull.Load() {
+		t.Error("Polls do not begin again")
+	}
+	n.apps.close()
 }

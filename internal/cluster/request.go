@@ -403,15 +403,20 @@ func (a App) PollFor(ctx context.Context, limit time.Duration, done func() bool)
 	if a.role != van.Worker {
 		return
 	}
+	poll := func() {
+		if !a.apps.overfull.Load() {
+			a.transport.stack.Poll(done)
+		}
+	}
 	if a.cfg.BusyPoll != env.SpinForever {
-		a.transport.stack.Poll(done)
+		poll()
 		return
 	}
 	begun := clock.Now()
-	a.transport.stack.Poll(done)
+	poll()
 	for !done() && ctx.Err() == nil && (limit <= 0 || time.Duration(clock.Now()-begun) < limit) {
 		runtime.Gosched() // another waiter may be polling
-		a.transport.stack.Poll(done)
+		poll()
 	}
 }
 

@@ -12,7 +12,7 @@ import (
 // against budgets: of values and bodies, and 512 for each message.
 type Counters struct {
 	StrangerMessages, StrangerBytes uint64 // of unknown processes, dropped: STEPAF_STRANGER_BUDGET, or not a member after 10 s
-	EarlyRequests, EarlyBytes       uint64 // for applications that do not exist yet, dropped: STEPAF_RECV_BUDGET_PEER, STEPAF_RECV_BUDGET, STEPAF_STRANGER_BUDGET, STEPAF_START_TIMEOUT
+	EarlyRequests, EarlyBytes       uint64 // for applications that do not exist yet, dropped: STEPAF_RECV_BUDGET, STEPAF_STRANGER_BUDGET, STEPAF_START_TIMEOUT
 	RefusedRequests                 uint64 // refused by their application with van.ErrQueueFull, such as incomplete batches: STEPAF_RECV_BUDGET_PEER
 	InvalidRequests                 uint64 // refused by their application with van.ErrInvalid, such as batches that are too long: STEPAF_RECV_BUDGET
 	PausedReads                     uint64 // times that a peer was not read until its application had taken some messages: STEPAF_RECV_BUDGET_PEER

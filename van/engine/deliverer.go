@@ -14,6 +14,9 @@ type Deliverer struct {
 	ended    atomic.Uint64 // number of ended deliveries of Polls
 }
 
+// InPoll reports whether d delivers on the goroutine of a Poll. That delivery must not block. nil is no delivery.
+func (d *Deliverer) InPoll() bool { return d != nil && d.engine != nil }
+
 type delivererKey struct{}
 
 // delivery is one delivery. An engine's Polls share a Deliverer, although different goroutines poll.
