@@ -117,7 +117,7 @@ func (a *apps) failRequest(meta *van.Meta, peer int, err error) {
 }
 
 // cancel passes a cancellation to its customer. If there is none yet, it drops the queued requests that w names, and keeps w for
-// those that arrive later.
+// requests that arrive later.
 func (a *apps) cancel(app int, w Canceled, epoch uint32) {
 	k := a.key(int32(app), w.Customer)
 	a.mu.Lock()
