@@ -237,19 +237,19 @@ var table = []variable{
 	}, {
 		name: "STEPAF_REPLACE_TIMEOUT", topic: reliability, kind: Seconds, min: 0, max: day, def: "10", readers: "all",
 		field:   func(c *Config) any { return &c.ReplaceTimeout },
-		help:    "How long a barrier to which only dead nodes have yet to come waits for their replacements, or for the scheduler. A barrier that is open when a silent node is declared dead fails at once.",
+		help:    "How long a barrier waits for the scheduler, or, if only dead nodes are missing, for their replacements. It fails at once if these nodes fell silent meanwhile.",
 		differs: "New; the original waits forever.",
 	},
 
 	{
 		name: "STEPAF_RECV_BUDGET_PEER", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.RecvBudgetPeer },
-		help:    "Bytes of one peer that may be queued for the application. At the limit the peer is not read, and unfinished batches fail, oldest first.",
+		help:    "Bytes of one peer that may be queued for the application. At the limit the peer is not read (by a server over ZeroMQ: it is), and unfinished batches fail.",
 		differs: "New; the original keeps everything.",
 	}, {
 		name: "STEPAF_RECV_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "1G", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.RecvBudget },
-		help:    "The same for all peers, per transport and direction, without registered buffers. A call that pushes more than both limits to a server fails.",
+		help:    "The same for all peers together, counted for each transport separately; registered buffers do not count. A call that pushes more than both limits fails.",
 		differs: "New; the original keeps everything.",
 	}, {
 		name: "STEPAF_SEND_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "all",
