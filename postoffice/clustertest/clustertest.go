@@ -183,7 +183,8 @@ func (c *Cluster) Kill(ctx context.Context, n *postoffice.Node) error {
 }
 
 // Replace starts a replacement process of a killed one, with the same role, rank and id, and returns its node,
-// which Server or Worker returns from then on.
+// which Server or Worker returns from then on. Make a new af.Server or af.Worker on it. Another node can learn of the
+// replacement a moment later: its OnPeer reports when calls reach the replacement.
 func (c *Cluster) Replace(ctx context.Context, killed *postoffice.Node) (*postoffice.Node, error) {
 	role, nodes := "server", c.servers
 	if killed.Role() == postoffice.Worker {
