@@ -71,7 +71,8 @@ func (n *Node) Barrier(ctx context.Context, customer int, group Group) error {
 }
 
 // InstanceBarrier waits until every instance of the group has called it. It fails as Barrier does. The call of a node
-// that died afterwards counts, so the barrier can succeed without that node: OnPeer reports the loss.
+// that died afterwards counts until a replacement joins, so the barrier can succeed without that node: OnPeer reports
+// the loss.
 func (n *Node) InstanceBarrier(ctx context.Context, customer int, group Group) error {
 	return n.core().InstanceBarrier(ctx, customer, int(group))
 }
