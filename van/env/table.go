@@ -237,14 +237,14 @@ var table = []variable{
 	}, {
 		name: "STEPAF_REPLACE_TIMEOUT", topic: reliability, kind: Seconds, min: 0, max: day, def: "10", readers: "all",
 		field:   func(c *Config) any { return &c.ReplaceTimeout },
-		help:    "How long a barrier waits for the scheduler, or, if only dead nodes are missing, for their replacements. It fails at once if these nodes fell silent meanwhile.",
+		help:    "How long a barrier waits for the scheduler, or for replacements if only dead nodes are missing. Nodes that fell silent meanwhile are not waited for.",
 		differs: "New; the original waits forever.",
 	},
 
 	{
 		name: "STEPAF_RECV_BUDGET_PEER", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.RecvBudgetPeer },
-		help:    "Bytes of one peer that may be queued for the application. At the limit the peer is not read (by a server over ZeroMQ: it is), and unfinished batches fail.",
+		help:    "Bytes of one peer queued for the application. At the limit the peer is not read, except by servers over ZeroMQ; unfinished batches fail.",
 		differs: "New; the original keeps everything.",
 	}, {
 		name: "STEPAF_RECV_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "1G", readers: "workers, servers",
