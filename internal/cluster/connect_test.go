@@ -288,7 +288,9 @@ func TestLossOfThePredecessor(t *testing.T) {
 		}
 	})
 	early, late := errors.New("of the predecessor"), errors.New("of the node itself")
-	of := func(incarnation uint32, err error) error { return &van.ConnectionError{Incarnation: incarnation, Err: err} }
+	of := func(incarnation uint32, err error) error {
+		return &van.ConnectionError{Incarnation: incarnation, Err: err}
+	}
 	self := core(c.Servers[0]).Incarnation()
 	core(n).AddPendingConnect(id, 1)
 	core(n).PeerChanged(id, false, early)
