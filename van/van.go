@@ -25,7 +25,7 @@ import (
 // sent, and so do control and simple-app messages. A transport may let one kind
 // overtake the other.
 type Van interface {
-	// Type names the transport: "zmq", "rdma".
+	// Type names the transport: "zmq", "ibverbs".
 	Type() string
 
 	// Bind listens at self.Hostname and self.Port (0: any free port) and returns
