@@ -105,10 +105,11 @@ func (in slotSet) requestReclaim(slots, bytes int, now uint64) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	last := &in.slots.reclaim
-	if in.closed || now-last.at < uint64(reclaimPause) {
+	if in.closed || time.Duration(now-last.at) < reclaimPause {
 		return
 	}
-	if last.since != 0 && now-last.since > uint64(in.v.times.reclaim) && in.hasFreeSlots() {
+	// Another goroutine may have set since after now was read: the difference is then negative.
+	if last.since != 0 && time.Duration(now-last.since) > in.v.times.reclaim && in.hasFreeSlots() {
 		in.fail(fmt.Errorf("%w: it has unused slots, and has returned none within %s", van.ErrPeerLost, in.v.times.reclaim))
 		return
 	}
