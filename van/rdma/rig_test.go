@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"net/netip"
 	"os"
 	"slices"
@@ -52,6 +53,8 @@ type change struct {
 	up    bool
 	cause error
 }
+
+func (c change) String() string { return fmt.Sprintf("%s up: %t (%v)", van.NodeName(c.id), c.up, c.cause) }
 
 func newRig(t *testing.T, options ...func(*fakeverbs.Config)) *rig {
 	t.Helper()
@@ -206,14 +209,16 @@ func (n *testNode) wantValue(ts int, v []byte) {
 func (n *testNode) wantChange(what string, f func(change) bool) change {
 	n.r.Helper()
 	limit := time.After(patience)
+	var others []change
 	for {
 		select {
 		case c := <-n.changes:
 			if f(c) {
 				return c
 			}
+			others = append(others, c)
 		case <-limit:
-			n.r.Fatalf("%s was not told: %s", van.NodeName(n.who.ID), what)
+			n.r.Fatalf("%s was not told: %s; it was told %v", van.NodeName(n.who.ID), what, others)
 		}
 	}
 }
