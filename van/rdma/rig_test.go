@@ -54,7 +54,9 @@ type change struct {
 	cause error
 }
 
-func (c change) String() string { return fmt.Sprintf("%s up: %t (%v)", van.NodeName(c.id), c.up, c.cause) }
+func (c change) String() string {
+	return fmt.Sprintf("%s up: %t (%v)", van.NodeName(c.id), c.up, c.cause)
+}
 
 func newRig(t *testing.T, options ...func(*fakeverbs.Config)) *rig {
 	t.Helper()
