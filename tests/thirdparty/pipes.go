@@ -430,8 +430,9 @@ func (c *conn) write() {
 	}
 }
 
-// dial makes the pipe as soon as there is a listener, and returns that, too.
+// dial makes the pipe as soon as there is a listener, and returns that, too. It returns nil if nothing is left to be written.
 func (c *conn) dial() (*os.File, *node) {
+	part := c.part
 	for {
 		peer, arrived := c.from.hub.find(c.addr)
 		if peer != nil {
@@ -447,6 +448,11 @@ func (c *conn) dial() (*os.File, *node) {
 		}
 		select {
 		case <-arrived:
+		case <-part:
+			if len(c.queue) == 0 {
+				return nil, nil
+			}
+			part = nil // Close limits how long the messages wait for a listener
 		case <-c.from.closing:
 			return nil, nil
 		}

@@ -21,16 +21,19 @@ func closeWhileBusy(w *world) {
 		tokens <- struct{}{}
 	}
 	var closed [4]atomic.Bool
-	var late, received atomic.Int64
-	busy := make(chan struct{})
+	var late atomic.Int64
+	// Each of the 8 connections must have carried messages: one that was never made lets Close wait for the peer until its ctx ends.
+	var received [4][16]atomic.Int64 // by receiver, and by sender's id
+	var carrying sync.WaitGroup
+	carrying.Add(8)
 	var nodes []*node
 	for i, id := range []int{8, 10, 9, 11} {
-		nodes = append(nodes, w.node(id, func(*van.Message) {
+		nodes = append(nodes, w.node(id, func(m *van.Message) {
 			if closed[i].Load() {
 				late.Add(1)
 			}
-			if received.Add(1) == 500 {
-				close(busy)
+			if received[i][m.Sender].Add(1) == 50 {
+				carrying.Done()
 			}
 			tokens <- struct{}{}
 		}))
@@ -70,6 +73,8 @@ func closeWhileBusy(w *world) {
 			})
 		}
 	}
+	busy := make(chan struct{})
+	go func() { carrying.Wait(); close(busy) }()
 	w.wait(busy, "traffic")
 	var closers sync.WaitGroup
 	for i, n := range nodes {
