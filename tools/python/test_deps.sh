@@ -43,7 +43,8 @@ environment() {
     shift
   done
   shift
-  [ -x "$dir/bin/python" ] || "$python" -m venv ${options[@]+"${options[@]}"} "$dir"
+  # Without pip, the command that made the environment was interrupted.
+  "$dir/bin/python" -c 'import pip' 2>/dev/null || "$python" -m venv --clear ${options[@]+"${options[@]}"} "$dir"
   "$dir/bin/python" -m pip install -q --disable-pip-version-check "$@"
   say "$dir: $("$dir/bin/python" tools/python/versions.py)"
 }
