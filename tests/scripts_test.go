@@ -245,8 +245,8 @@ func TestToolScripts(t *testing.T) {
 		{"python/wheel.sh nothing", "", 2, "", "want no argument, not nothing"},
 		{"python/wheel_check.sh --help", "", 0, "usage: [PYTHON=interpreter] tools/python/wheel_check.sh WHEEL", ""},
 		{"python/wheel_check.sh", "", 2, "", "want one wheel, not ''"},
-		{"test.sh --help", "", 0, "usage: tools/test.sh [long | list]", ""},
-		{"test.sh nothing", "", 2, "", "want no argument, long or list, not nothing"},
+		{"test.sh --help", "", 0, "usage: tools/test.sh [long | computed | real | list]", ""},
+		{"test.sh nothing", "", 2, "", "want no argument, long, computed, real or list, not nothing"},
 		{"../.ci/run --help", "", 0, "usage: .ci/run", ""},
 		{"../.ci/run nothing", "", 2, "", "CI: want no argument, not nothing"},
 	} {

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Runs the tests in two parts. Each test runs in at least one of them, except some on emulated RDMA devices.
 #   test.sh        the part of "make test": all packages, and the Python tests with PyTorch
-#   test.sh long   the part of "make test-long": the race detector, and the tests that the first part leaves out
+#   test.sh long   the part of "make test-long": the race detector, and the tests that the first part leaves out. This part
+#                  has two halves: "test.sh computed" only computes, also in simulated clusters, with no limits of real time;
+#                  "test.sh real" waits for real processes and times. They run side by side
 #   test.sh list   prints the packages that run with the race detector, and the tests that run in full in the second part only
 # A step that fails does not keep the next ones from running, unless nothing can be built.
 # The last lines say how each step ended.
@@ -16,16 +18,18 @@
 set -euo pipefail
 # shellcheck source=env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-usage_if_asked 'usage: tools/test.sh [long | list]
+usage_if_asked 'usage: tools/test.sh [long | computed | real | list]
   no argument  what "make test" runs
   long         what "make test" leaves out
+  computed     the half of long that only computes
+  real         the half of long that waits for real time
   list         which package and test runs where' "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Packages that never run with the race detector: rules without goroutines, tables, command lines and documents; programs
 # and scripts, which are other processes. Some tests of tests/processes, tests/local and tests/sim run with it in steps of their own.
-plain='/(tests|tests/(benchmark|examples|fserver|utests|internal|limits|local|processes|golden|replay|sim|soak|testdata|testlimit|vansession)(/.*)?|tools(/.*)?'
-plain+='|postoffice/membership|van/(env|rdma/choose)|internal/(freeport|hostaddr|limits))$'
+plain='/(tests|tests/(benchmark|examples|fserver|utests|internal|limits|local|processes|golden|rdma|replay|sim|soak|testdata|testlimit|vansession)(/.*)?|tools(/.*)?'
+plain+='|postoffice/membership|van/(auth|drop|env|rdma/choose|stack)|internal/(affinity|clock|datamsg|fifo|freeport|hostaddr|limits))$'
 
 # The packages that take longest are started first, so that no processor is idle at the end.
 longest=(tests/processes tests van/zmq internal/cluster van/local van/rdma tests/faults tests/sim af/window af/collective kv/session af kv)
@@ -135,6 +139,7 @@ pythons() {
   return $status
 }
 
+computed=(simulated seeds faults variants) # the steps that only compute
 results=() failed=''
 # run NAME: runs a step in a shell of its own. NAME.ended gets its status, seconds, and seconds of processor time.
 run() (
@@ -183,6 +188,15 @@ collect() {
     note "$name" ', beside others' || true
   done
 }
+# real_steps runs the half of long that has limits of real time, and waits a third of it.
+real_steps() {
+  local why
+  if why="$(tools/rdma_test.sh --ready 2>&1)"; then step machine || true; else skip machine "$why"; fi
+  step processes || true
+  step race || true
+  step full || true
+  if why="$(tools/python/test.sh --ready 2>&1)"; then step pythons || true; else skip pythons "$why"; fi
+}
 # skip NAME REASON
 skip() { results+=("test: SKIPPED $1: $2"); }
 
@@ -199,23 +213,21 @@ case "${1-}" in
     fi
     ;;
   long)
-    # The virtual machine and real processes have limits of real time, and wait a third of it. Steps that only compute, also in
-    # simulated clusters, run beside them with a lower priority.
-    begin 15 simulated seeds faults variants
-    if why="$(tools/rdma_test.sh --ready 2>&1)"; then step machine || true; else skip machine "$why"; fi
-    step processes || true
-    step race || true
-    step full || true
-    if why="$(tools/python/test.sh --ready 2>&1)"; then step pythons || true; else skip pythons "$why"; fi
-    collect simulated seeds faults variants
+    begin 15 "${computed[@]}"
+    real_steps
+    collect "${computed[@]}"
     ;;
+  computed)
+    for name in "${computed[@]}"; do step "$name" || true; done
+    ;;
+  real) real_steps ;;
   list)
     race_packages | sed "s|^$module/|race   |"
     long_tests | sed 's/^/full   /'
     exit
     ;;
   *)
-    echo "test: want no argument, long or list, not $*" >&2
+    echo "test: want no argument, long, computed, real or list, not $*" >&2
     exit 2
     ;;
 esac
