@@ -4,6 +4,7 @@ package vantest
 
 import (
 	"errors"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -63,9 +64,10 @@ func closeWhileBusy(w *world) {
 					switch err := from.Send(m); {
 					case errors.Is(err, van.ErrClosed):
 						return
-					case errors.Is(err, van.ErrQueueFull):
+					case errors.Is(err, van.ErrQueueFull), errors.Is(err, van.ErrPeerLost): // a server cannot send before the worker has connected
 						tokens <- struct{}{}
-					case err != nil && !errors.Is(err, van.ErrPeerLost):
+						runtime.Gosched()
+					case err != nil:
 						w.Errorf("Send while closing: %v", err)
 						return
 					}
