@@ -26,8 +26,9 @@ type Pull struct {
 }
 
 // Batch is a handle of the data that one worker sent in one call: its push tensors, and the pulls to be answered. It
-// is a small value. Push tensors are views on receive memory; they and the lists are valid until Respond returns, or
-// longer with Retain.
+// is a small value. Push tensors are views of received messages or registered buffers. They and the lists belong to the
+// handler until it calls Respond or Refuse or, with Retain, until the matching Release. Push tensors that are answers stay
+// valid until they have been sent. A registered buffer is overwritten by the next push of its key.
 type Batch struct {
 	w   *batchState
 	gen uint64
