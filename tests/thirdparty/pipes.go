@@ -1,6 +1,6 @@
 // Package pipes stands for a third-party transport: it is in a module of its
-// own, so it can use nothing of StepAF but the exported packages van, van/env and
-// van/backend. It carries messages through pipes of the operating system, one for each
+// own, so it can use only exported packages of StepAF. It imports van and van/backend, its
+// test also tests/vantest. It carries messages through pipes of the operating system, one for each
 // connection, between nodes of one process.
 //
 // A connection has a goroutine on each end: one writes what Send has queued, the other
