@@ -246,13 +246,14 @@ type Stats struct {
 	LentValues                      uint64 // values that the transport uses at present
 
 	PausedReads     uint64 // pauses in reading from a peer: STEPAF_RECV_BUDGET_PEER, STEPAF_RECV_BUDGET
-	RefusedSends    uint64 // messages refused with ErrQueueFull: STEPAF_SEND_BUDGET
+	RefusedSends    uint64 // messages refused with ErrQueueFull: STEPAF_SEND_BUDGET, or a rate of stepaf policy
 	DroppedUnknown  uint64 // connections ended and messages dropped of unknown peers: STEPAF_STRANGER_BUDGET
 	Unauthenticated uint64 // connections without proof of the cluster's secret, refused or (STEPAF_AUTH=warn) admitted
 	RefusedRings    uint64 // links through shared memory that got no memory, and rings that did not grow: STEPAF_SHM_BUDGET
 	RefusedSlots    uint64 // peers' requests for slot memory that were refused: STEPAF_RDMA_PEER_BUDGET
 	SlotWaits       uint64 // peers' requests for slot memory that had to wait: also STEPAF_RDMA_BUDGET, BYTEPS_ADDRESS_POOL_SIZE
 	FencedMessages  uint64 // messages of replaced processes, which were dropped
+	LateAnswers     uint64 // answers that were arriving when their request ended, which were dropped
 	UnsharedValues  uint64 // device values sent through host memory, because their memory could not be shared
 }
 

@@ -43,6 +43,7 @@ func (n *Node) Stats() Stats {
 	s := Stats{Counters: countersOf(n)}
 	if m, ok := van.As[van.Meter](n.transport.van); ok {
 		s.Transport = m.Stats()
+		s.LateAnswers += s.Transport.LateAnswers
 	}
 	for _, c := range n.apps.customers() {
 		if c.app != endingApp {

@@ -255,7 +255,11 @@ func (c *inCommon) allocate(p *inbound) (err error) {
 // finish ends the writing of p's values. It returns an error if their destination was invalidated
 // meanwhile: the caller of the request does not wait for them any more.
 func (c *inCommon) finish(p *inbound) error {
-	return c.dests.Finish(&p.dest)
+	err := c.dests.Finish(&p.dest)
+	if err != nil {
+		c.stats.late.Add(1)
+	}
+	return err
 }
 
 // adopt makes p's message one that has been received.

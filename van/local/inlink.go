@@ -267,6 +267,7 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 			return p, nil
 		}
 		if errors.Is(err, landing.ErrInvalidated) {
+			l.c.stats.late.Add(1)
 			l.drop(p)
 			return nil, nil
 		}

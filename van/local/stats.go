@@ -12,6 +12,7 @@ type stats struct {
 	refused                               atomic.Uint64 // values for which the device had no memory
 	unsent                                atomic.Uint64 // messages refused because too much was unsent
 	fenced                                atomic.Uint64 // messages dropped because their process was replaced
+	late                                  atomic.Uint64 // answers dropped because their request ended while they arrived
 	pinned                                atomic.Int64
 }
 
@@ -28,5 +29,6 @@ func (s *stats) add(o van.Stats) van.Stats {
 	o.LentValues += uint64(s.pinned.Load())
 	o.RefusedSends += s.unsent.Load()
 	o.FencedMessages += s.fenced.Load()
+	o.LateAnswers += s.late.Load()
 	return o
 }

@@ -39,6 +39,8 @@ type Van struct {
 	mu    sync.Mutex            // guards changes of table
 	wg    sync.WaitGroup        // goroutines of peer queues
 	ended atomic.Bool           // set by Close: no more rates, and no more messages that would be queued
+
+	refused atomic.Uint64 // messages refused with ErrQueueFull
 }
 
 // table is immutable; a change stores a new one.
@@ -51,6 +53,7 @@ var (
 	_ van.Van      = (*Van)(nil)
 	_ van.Wrapper  = (*Van)(nil)
 	_ van.Canceler = (*Van)(nil)
+	_ van.Meter    = (*Van)(nil)
 )
 
 // New wraps inner. Use van.As to find the optional abilities of inner.
@@ -58,6 +61,15 @@ func New(inner van.Van, opts Options) *Van { return &Van{Van: inner, opts: opts}
 
 // Unwrap implements van.Wrapper.
 func (v *Van) Unwrap() van.Van { return v.Van }
+
+// Stats implements van.Meter.
+func (v *Van) Stats() (s van.Stats) {
+	if m, ok := van.As[van.Meter](v.Van); ok {
+		s = m.Stats()
+	}
+	s.RefusedSends += v.refused.Load()
+	return s
+}
 
 // current returns the table, an empty one if there is none.
 func (v *Van) current() table {

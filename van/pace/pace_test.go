@@ -545,6 +545,9 @@ func TestBody(t *testing.T) {
 	if err := v.Send(simple(1)); !errors.Is(err, van.ErrQueueFull) {
 		t.Errorf("%v, want ErrQueueFull", err)
 	}
+	if n := v.Stats().RefusedSends; n != 1 {
+		t.Errorf("%d refused messages are counted, want 1", n)
+	}
 	v.SetRates(Rates{})
 	s.await(t, 1)
 }

@@ -175,6 +175,7 @@ func (l *peerQueue) enqueue(m *van.Message) (kept bool, err error) {
 		return true, &van.Error{Op: "send", Peer: van.NodeName(l.peer), Err: van.ErrClosed}
 	}
 	if b := l.v.opts.Budget; b > 0 && l.bytes >= b {
+		l.v.refused.Add(1)
 		return true, &van.Error{Op: "send", Peer: van.NodeName(l.peer), Detail: "a rate limit holds data back (stepaf policy)", Err: van.ErrQueueFull}
 	}
 	i := &item{bytes: n, queue: a}

@@ -43,7 +43,7 @@ type common struct {
 // stats counts without locks.
 type stats struct {
 	sentMessages, sentBytes, receivedMessages, receivedBytes atomic.Uint64
-	malformed, refused, fenced                               atomic.Uint64
+	malformed, refused, fenced, late                         atomic.Uint64
 }
 
 func (s *stats) received(bytes int) { s.receivedMessages.Add(1); s.receivedBytes.Add(uint64(bytes)) }

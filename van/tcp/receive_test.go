@@ -53,6 +53,9 @@ func invalidate(t *testing.T, options func(*van.Options)) {
 			if m := worker.next(); m.Timestamp != 2 {
 				t.Errorf("message %d arrived, want that of the canceled request dropped", m.Timestamp)
 			}
+			if n := worker.Stats().LateAnswers; n != 1 {
+				t.Errorf("%d late answers are counted, want 1", n)
+			}
 		}
 		if !bytes.Equal(into, make([]byte, size)) {
 			t.Error("memory that was taken back was written to")

@@ -256,13 +256,15 @@ func (s *source) Deliver(p *inbound, turn *engine.Deliverer) {
 	c.mu.Lock()
 	fenced := c.fenced
 	c.mu.Unlock()
-	switch {
-	case fenced:
+	if fenced {
 		s.n.stats.fenced.Add(1)
 		s.n.release(p)
 		return
-	case s.n.finishPlaces(p) != nil:
-		s.n.release(p) // its request was canceled
+	}
+	if err := s.n.finishPlaces(p); err != nil { // its request has ended
+		s.n.stats.late.Add(1)
+		s.n.rarely("late").Info("dropped an answer", "err", err, "from", van.NodeName(c.from.id), "handler", p.msg.Timestamp)
+		s.n.release(p)
 		return
 	}
 	s.n.adopt(p)

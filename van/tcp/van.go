@@ -417,6 +417,7 @@ func (v *Van) Stats() van.Stats {
 	s.Malformed += v.own.stats.malformed.Load()
 	s.RefusedSends += v.own.stats.refused.Load()
 	s.FencedMessages += v.own.stats.fenced.Load()
+	s.LateAnswers += v.own.stats.late.Load()
 	s.Unauthenticated += v.own.guard.Count()
 	if v.source.isOpen.Load() {
 		s.PausedReads += v.source.feed.Loop.Pauses()
