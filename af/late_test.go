@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -226,6 +227,115 @@ func TestCanceledBeforeTheApplication(t *testing.T) {
 			if len(handled) != 3 {
 				t.Errorf("the server got %d batches, want 3", len(handled))
 			}
+		})
+	}
+}
+
+// recordGate is a van of a server that holds back the records of nodes while it is closed.
+type recordGate struct {
+	van.Van
+	mu     sync.Mutex
+	closed bool
+	held   []*van.Message
+	recv   van.Receiver
+}
+
+func (g *recordGate) Unwrap() van.Van { return g.Van }
+
+func (g *recordGate) Start(recv van.Receiver) {
+	g.recv = recv
+	g.Van.Start(func(m *van.Message) {
+		g.mu.Lock()
+		hold := g.closed && m.Control.Cmd == van.AddNode
+		if hold {
+			g.held = append(g.held, m.Retain())
+		}
+		g.mu.Unlock()
+		if !hold {
+			recv(m)
+		}
+	})
+}
+
+func (g *recordGate) close() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.closed = true
+}
+
+func (g *recordGate) open() {
+	g.mu.Lock()
+	held := g.held
+	g.closed, g.held = false, nil
+	g.mu.Unlock()
+	for _, m := range held {
+		g.recv(m)
+		m.Release()
+	}
+}
+
+// TestReplacementWorkerIsFaster: the replacement of a killed worker sends more than STEPAF_STRANGER_BUDGET before the server has its
+// record. Each of its calls is answered or refused, with the budget in the error. Over TCP and shared memory the server does not read
+// the worker until then, and refuses nothing.
+func TestReplacementWorkerIsFaster(t *testing.T) {
+	for _, x := range lateTransports {
+		t.Run(x.name, func(t *testing.T) {
+			gate := &recordGate{}
+			c := testcluster.Start(t, testcluster.Options{Over: x.over, Set: func(cfg *postoffice.Config) {
+				cfg.Backend, cfg.StrangerBudget, cfg.Data = "CPU", 1<<20, x.data
+			}, Wrap: func(role string, _ int, f van.Factory) van.Factory {
+				if role != "server" {
+					return f
+				}
+				return func(o van.Options) (van.Van, error) {
+					inner, err := f(o)
+					gate.Van = inner
+					return gate, err
+				}
+			}})
+			l := &late{Cluster: c, t: t}
+			s := c.Servers[0]
+			serve(t, s, lateEcho(t))
+			l.push(newWorker(t, c.Workers[0]), 2, 1000).wait(t)
+			gate.close()
+			c.Workers[0].Close()
+			testcluster.Lost(t, c.Scheduler, van.WorkerID(0))
+			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+			defer cancel()
+			n, err := c.Join(ctx, "worker", 0, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			w := newWorker(t, n)
+			drops := x.over == testcluster.InProc || x.data == env.DataZMQ
+			const size = 400 << 10
+			var flying pushing
+			for i := range 8 {
+				before := s.Stats().Transport.ReceivedBytes
+				p := l.push(w, 1, size)
+				flying.calls, flying.pushed, flying.pulled = append(flying.calls, p.calls...), append(flying.pushed, p.pushed...), append(flying.pulled, p.pulled...)
+				if drops { // one after the other: ZeroMQ's connection would be closed if it had more unread bytes than the budget
+					vantest.Eventually(t, time.Minute, "the server receives the call, and drops it if it exceeds the budget", func() bool {
+						got := s.Stats()
+						return got.Transport.ReceivedBytes-before >= size && got.StrangerMessages+got.Transport.DroppedUnknown == uint64(max(i-1, 0))
+					})
+				}
+			}
+			gate.open()
+			refused := 0
+			for i, call := range flying.calls {
+				switch err := call.Wait(ctx); {
+				case err != nil:
+					vantest.Fails(t, err, van.ErrQueueFull, "server 0 (id 8)", "did not know worker 0 (id 9) yet", "STEPAF_STRANGER_BUDGET=1048576")
+					refused++
+				case !bytes.Equal(flying.pulled[i], flying.pushed[i]):
+					t.Errorf("call %d was answered with other bytes", i)
+				}
+			}
+			if drops != (refused == 6) || !drops && refused > 0 {
+				t.Errorf("%d calls were refused", refused)
+			}
+			l.push(w, 1, 1000).wait(t)
 		})
 	}
 }

@@ -272,6 +272,9 @@ type Options struct {
 	Incarnation uint32
 	// Engine receives for the node. With nil the van makes an engine.
 	Engine *engine.Engine
+	// OnDropped, if not nil, is called with each data message of an unknown peer that was received and dropped
+	// (STEPAF_STRANGER_BUDGET), and the reason. It must neither block nor keep the message.
+	OnDropped func(msg *Message, why string)
 	// Keys prove that the node knows its cluster's secret; nil: no proof.
 	Keys *auth.Keys
 }

@@ -83,10 +83,13 @@ func (a *apps) deliver(msg *van.Message) {
 	c.deliver(msg)
 }
 
-// peerLost fails the requests that node id has not answered, and drops its queued requests.
+// peerLost fails the requests that node id has not answered, and drops its queued requests, but not those of a process
+// that has replaced it.
 func (a *apps) peerLost(id int, cause error) {
 	a.mu.Lock()
-	a.dropQueued(func(_ appKey, e *queuedRequest) bool { return e.msg.Sender == id })
+	a.dropQueued(func(_ appKey, e *queuedRequest) bool {
+		return e.msg.Sender == id && !a.processes.waits(id, e.msg.ProcessEpoch)
+	})
 	a.changed.Broadcast()
 	a.mu.Unlock()
 	for _, c := range a.customers() {

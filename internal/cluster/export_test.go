@@ -36,8 +36,11 @@ func (c *Customer) SetNext(ts int32) {
 // TableSize is the size of c's table of requests in flight.
 func (c *Customer) TableSize() int { return len(*c.table.Load()) }
 
-// SetProcess enters the record of the process that has id.
-func (n *Node) SetProcess(id int, record *van.Node) { n.control.members.setProcess(id, record, true) }
+// SetProcess enters the record of the process that has id, as if this node had a connection to it.
+func (n *Node) SetProcess(id int, record *van.Node) {
+	n.control.members.setProcess(id, record, true)
+	n.pending.connected(id)
+}
 
 // QueuedRequests counts the requests for applications that do not exist yet.
 func (n *Node) QueuedRequests() int {

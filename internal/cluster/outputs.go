@@ -29,6 +29,7 @@ func (n *Node) perform(o membership.Output) {
 			n.rarely("connect: "+logx.Kind(err)).Error("connect failed", "peer", n.peerName(o.ID), "err", err)
 			n.control.step(func(t time.Duration) { n.control.machine.ConnectFailed(t, o.ID, err) })
 		}
+		n.pending.connected(o.ID)
 	case membership.Disconnect:
 		n.transport.van.Disconnect(o.ID)
 		n.peers.Delete(o.ID)
@@ -40,6 +41,7 @@ func (n *Node) perform(o membership.Output) {
 		if err := n.transport.van.Rename(o.Old, o.New); err != nil {
 			n.log.Error("rename failed", "peer", n.peerName(o.New), "err", err)
 		}
+		n.pending.connected(o.New)
 	case membership.Probe:
 		go n.probes.probe(o.Node, n.self.Hostname, func(from string, err error) {
 			n.control.step(func(t time.Duration) { n.control.machine.Probed(t, &o.Node, from, err) })

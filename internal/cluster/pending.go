@@ -1,7 +1,7 @@
 package cluster
 
-// Pending messages: data messages of processes whose record has not arrived. Their limits in time and number, and
-// their delivery.
+// Pending messages: data messages of processes whose record has not arrived, or to which this node has no connection yet.
+// Their limits in time and number, and their delivery.
 
 import (
 	"bytes"
@@ -19,7 +19,8 @@ import (
 // scheduler's record of it.
 const pendingTime = 10 * time.Second
 
-// pendingMessages has the data messages of processes that this node does not know yet, in order of arrival.
+// pendingMessages has the data messages of processes that this node does not know yet, in order of arrival. They are
+// delivered when their process is known and connected, so that an application can answer and refuse them.
 type pendingMessages struct {
 	self      *nodeInfo
 	processes *processes
@@ -29,6 +30,7 @@ type pendingMessages struct {
 	changed       sync.Cond // a message was delivered, or closed was set
 	queues        map[int]*pendingQueue
 	bytes         int
+	refused       int // number of queued messages with a reason to refuse them
 	expiry        *time.Timer
 	closed        bool
 	dropped       logx.Sparse
@@ -44,9 +46,16 @@ type pendingCancel struct {
 	at          uint64
 }
 
+// pendingMessage is a queued message. If refused is not nil, the message was beyond a limit: it has only its ids, and
+// its sender gets the reason in place of an answer.
+type pendingMessage struct {
+	queuedRequest
+	refused error
+}
+
 // pendingQueue has the messages that arrived under one node id.
 type pendingQueue struct {
-	queue      []queuedRequest
+	queue      []pendingMessage
 	bytes      int
 	delivering bool // deliverAll is running
 }
@@ -95,13 +104,19 @@ func (s *pendingMessages) addCancel(incarnation uint32, app int, w Canceled) boo
 		s.cancellations = s.cancellations[1:]
 	}
 	s.cancellations = append(s.cancellations, pendingCancel{incarnation, app, w, now})
-	if p := s.processes.of(w.Sender); p.incarnation == incarnation { // it has become known meanwhile
-		s.processes.change(w.Sender, func(p *process) { p.hasPending = true })
+	s.deliverLate(w.Sender, incarnation)
+	return true
+}
+
+// deliverLate delivers what was queued of a process whose earlier messages have all been delivered meanwhile.
+// processes.mu and mu are held.
+func (s *pendingMessages) deliverLate(id int, incarnation uint32) {
+	if p := s.processes.of(id); p.incarnation == incarnation && !p.hasPending {
+		s.processes.change(id, func(p *process) { p.hasPending = true })
 		if p.lost == nil {
-			s.startDelivery(w.Sender)
+			s.startDelivery(id)
 		}
 	}
-	return true
 }
 
 // takeCancels removes and returns the cancellations of a process. mu is held.
@@ -122,7 +137,7 @@ func (s *pendingMessages) has(id int, incarnation uint32) bool {
 		return true
 	}
 	v := s.queues[id]
-	return v != nil && incarnation != 0 && slices.ContainsFunc(v.queue, func(e queuedRequest) bool {
+	return v != nil && incarnation != 0 && slices.ContainsFunc(v.queue, func(e pendingMessage) bool {
 		from, _ := e.msg.Incarnations()
 		return from == incarnation
 	})
@@ -145,7 +160,7 @@ func (s *pendingMessages) enqueue(msg *van.Message) bool {
 		}
 		v := s.queues[msg.Sender]
 		if v == nil {
-			v = &pendingQueue{} // entered below, with its first message
+			v = &pendingQueue{} // add enters the queue
 		}
 		switch {
 		case s.closed:
@@ -157,33 +172,92 @@ func (s *pendingMessages) enqueue(msg *van.Message) bool {
 			}
 			s.changed.Wait()
 			continue
-		case !p.hasPending && (!s.self.mayJoin(msg.Sender) || len(v.queue) >= maxQueuedRequests || s.bytes+size > s.self.cfg.StrangerBudget):
-			s.self.counts.strangers.add(msg)
-			if count, show := s.dropped.Next(); show {
-				s.self.log.Warn("dropped a message of a process that this node does not know", "from", s.self.peerName(msg.Sender), "message", msg.Meta.String(),
-					"queued", len(v.queue), "bytes", s.bytes, "limit (STEPAF_STRANGER_BUDGET)", s.self.cfg.StrangerBudget, "dropped so far", count)
-			}
+		case p.hasPending:
+		case !s.self.mayJoin(msg.Sender):
+			s.logDropped(msg, "the cluster has no member with that id")
+			return true
+		case len(v.queue) >= maxQueuedRequests:
+			why := fmt.Sprintf("%d messages of it are queued already", len(v.queue))
+			s.logDropped(msg, why)
+			s.refuse(msg, why)
+			return true
+		case s.bytes+size > s.self.cfg.StrangerBudget:
+			why := fmt.Sprintf("this message has %d bytes, and %d are queued already (STEPAF_STRANGER_BUDGET=%d)", size, s.bytes, s.self.cfg.StrangerBudget)
+			s.logDropped(msg, why)
+			s.refuse(msg, why)
 			return true
 		}
-		s.queues[msg.Sender] = v
-		v.queue = append(v.queue, queuedRequest{msg.Retain(), clock.Now()})
-		v.bytes += size
-		s.bytes += size
-		if s.expiry == nil {
-			s.expireIn(pendingTime)
-		}
+		s.add(msg.Sender, pendingMessage{queuedRequest: queuedRequest{msg.Retain(), clock.Now()}})
 		return true
 	}
 }
 
+// add appends e to the queue of node id. mu is held.
+func (s *pendingMessages) add(id int, e pendingMessage) {
+	v := s.queues[id]
+	if v == nil {
+		v = &pendingQueue{}
+		s.queues[id] = v
+	}
+	v.queue = append(v.queue, e)
+	if e.refused != nil {
+		s.refused++
+	} else {
+		v.bytes += weight(e.msg)
+		s.bytes += weight(e.msg)
+	}
+	if s.expiry == nil {
+		s.expireIn(pendingTime)
+	}
+}
+
+// droppedByVan queues the refusal of a message of a process that this node does not know: the transport has dropped it.
+func (s *pendingMessages) droppedByVan(msg *van.Message, why string) {
+	s.processes.mu.Lock()
+	defer s.processes.mu.Unlock()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.closed && s.self.mayJoin(msg.Sender) {
+		s.refuse(msg, why)
+		from, _ := msg.Incarnations()
+		s.deliverLate(msg.Sender, from)
+	}
+}
+
+// refuse queues the refusal of msg, which is dropped, if it is a request. mu is held.
+func (s *pendingMessages) refuse(msg *van.Message, why string) {
+	if from, to := msg.Incarnations(); !msg.Request || s.refused >= maxQueuedRequests || from == 0 || to != s.self.incarnation {
+		return
+	}
+	ids := &van.Message{Sender: msg.Sender}
+	ids.Request, ids.AppID, ids.CustomerID, ids.Timestamp = true, msg.AppID, msg.CustomerID, msg.Timestamp
+	ids.SetIncarnations(msg.Incarnations())
+	s.add(msg.Sender, pendingMessage{queuedRequest{ids.Retain(), clock.Now()},
+		fmt.Errorf("%w: %s did not know %s yet: %s", van.ErrQueueFull, s.self.Name(), van.NodeName(msg.Sender), why)})
+}
+
+// logDropped counts a dropped message of a process that this node does not know.
+func (s *pendingMessages) logDropped(msg *van.Message, why string) {
+	s.self.counts.strangers.add(msg)
+	if count, show := s.dropped.Next(); show {
+		from, _ := msg.Incarnations()
+		s.self.log.Warn("dropped a message of a process that this node does not know", "from", van.NodeName(msg.Sender), "process", fmt.Sprintf("%08x", from),
+			"message", msg.Meta.String(), "why", why, "dropped so far", count)
+	}
+}
+
 // shift takes the oldest message of v. mu is held.
-func (s *pendingMessages) shift(v *pendingQueue) *van.Message {
-	msg := v.queue[0].msg
-	v.queue[0] = queuedRequest{}
+func (s *pendingMessages) shift(v *pendingQueue) pendingMessage {
+	e := v.queue[0]
+	v.queue[0] = pendingMessage{}
 	v.queue = v.queue[1:]
-	v.bytes -= weight(msg)
-	s.bytes -= weight(msg)
-	return msg
+	if e.refused != nil {
+		s.refused--
+	} else {
+		v.bytes -= weight(e.msg)
+		s.bytes -= weight(e.msg)
+	}
+	return e
 }
 
 // expireIn drops, after d, the messages that have been queued too long. mu is held.
@@ -198,10 +272,12 @@ func (s *pendingMessages) expireIn(d time.Duration) {
 				continue
 			}
 			for len(v.queue) > 0 && time.Duration(now-v.queue[0].queuedAt) >= pendingTime {
-				msg := s.shift(v)
-				s.self.counts.strangers.add(msg)
-				msg.Release()
-				gone++
+				e := s.shift(v)
+				if e.refused == nil {
+					s.self.counts.strangers.add(e.msg)
+					gone++
+				}
+				e.msg.Release()
 			}
 			if len(v.queue) == 0 {
 				delete(s.queues, id)
@@ -211,6 +287,7 @@ func (s *pendingMessages) expireIn(d time.Duration) {
 		}
 		if gone > 0 {
 			s.self.log.Warn("dropped messages of processes that did not become members", "messages", gone, "limit", pendingTime)
+			s.changed.Broadcast()
 		}
 		if wait >= 0 && !s.closed {
 			s.expireIn(max(wait, time.Millisecond))
@@ -218,7 +295,8 @@ func (s *pendingMessages) expireIn(d time.Duration) {
 	})
 }
 
-// setProcess records the process that has id; incarnation 0 is a C++ StepMesh node.
+// setProcess records the process that has id; incarnation 0 is a C++ StepMesh node. The messages of a new process are
+// queued until deliverPending, which is called when this node has a connection to it.
 func (s *pendingMessages) setProcess(id int, incarnation uint32, replaced bool) {
 	s.processes.mu.Lock()
 	defer s.processes.mu.Unlock()
@@ -228,11 +306,18 @@ func (s *pendingMessages) setProcess(id int, incarnation uint32, replaced bool) 
 		if p.known && p.incarnation != incarnation || replaced && incarnation == 0 {
 			p.epoch++
 		}
+		if p.incarnation != incarnation {
+			p.connected, p.hasPending = false, incarnation != 0
+		}
 		p.known, p.incarnation = true, incarnation
-		p.hasPending = s.has(id, incarnation)
 	})
-	if s.processes.of(id).lost == nil { // otherwise deliverPending does it, when answers can be sent
-		s.startDelivery(id)
+}
+
+// connected delivers the messages that were queued until this node had a connection to node id. If the id's former process is
+// lost, PeerReplaced or PeerAlive follows, and delivers them.
+func (s *pendingMessages) connected(id int) {
+	if s.processes.lost(id) == nil {
+		s.deliverPending(id)
 	}
 }
 
@@ -242,16 +327,21 @@ func (s *pendingMessages) deliverPending(id int) {
 	defer s.processes.mu.Unlock()
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.processes.change(id, func(p *process) { p.connected = true })
 	s.startDelivery(id)
 }
 
-// startDelivery starts deliverAll if messages are queued. processes.mu and mu are held.
+// startDelivery starts deliverAll if messages or cancellations are queued. processes.mu and mu are held.
 func (s *pendingMessages) startDelivery(id int) {
-	v := s.queues[id]
-	if !s.processes.of(id).hasPending || v != nil && v.delivering {
+	v, p := s.queues[id], s.processes.of(id)
+	switch {
+	case !p.hasPending || v != nil && v.delivering:
 		return
-	}
-	if v == nil {
+	case !s.has(id, p.incarnation):
+		s.processes.change(id, func(p *process) { p.hasPending = false })
+		s.changed.Broadcast()
+		return
+	case v == nil:
 		v = &pendingQueue{}
 		s.queues[id] = v
 	}
@@ -275,29 +365,31 @@ func (s *pendingMessages) deliverAll(id int) {
 			}
 			continue
 		}
-		if v == nil || len(v.queue) == 0 || s.closed {
+		if connected := s.processes.of(id).connected; v == nil || len(v.queue) == 0 || s.closed || !connected {
 			if v != nil {
 				v.delivering = false
 				if len(v.queue) == 0 {
 					delete(s.queues, id)
 				}
 			}
-			s.processes.change(id, func(p *process) { p.hasPending = false })
+			s.processes.change(id, func(p *process) { p.hasPending = !connected && p.incarnation != 0 })
 			s.changed.Broadcast()
 			s.mu.Unlock()
 			s.processes.mu.Unlock()
 			return
 		}
-		msg := s.shift(v)
+		e := s.shift(v)
 		s.changed.Broadcast()
 		s.mu.Unlock()
 		s.processes.mu.Unlock()
-		p := *s.processes.of(id)
+		msg, p := e.msg, *s.processes.of(id)
 		p.hasPending = false
-		switch s.processes.check(msg, &p) {
-		case deliver:
+		switch verdict := s.processes.check(msg, &p); {
+		case verdict == deliver && e.refused != nil:
+			s.apps.notices.refuse(id, p.epoch, msg.AppID, msg.CustomerID, msg.Timestamp, e.refused)
+		case verdict == deliver:
 			s.apps.receive(msg, &p)
-		default: // of an earlier process
+		case e.refused == nil: // of an earlier process
 			s.processes.logDropped(msg, &p)
 		}
 		msg.Release()
@@ -314,7 +406,7 @@ func (s *pendingMessages) close() {
 	}
 	for _, v := range s.queues {
 		for len(v.queue) > 0 {
-			s.shift(v).Release()
+			s.shift(v).msg.Release()
 		}
 	}
 	s.changed.Broadcast()

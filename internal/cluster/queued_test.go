@@ -432,7 +432,7 @@ func TestWhatEndsAWaitForAnApplication(t *testing.T) {
 				n := keptNode(cfg, slog.New(slog.DiscardHandler))
 				out := &sent{}
 				n.notices.van = out
-				n.pending.setProcess(9, 2, false)
+				known(n, 9, 2)
 				done := make(chan struct{}, 2)
 				go func() {
 					for ts := range int32(2) {
@@ -480,7 +480,7 @@ func TestPollsDoNotWaitForAnApplication(t *testing.T) {
 	cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
 	cfg.RecvBudgetPeer, cfg.RecvBudget = 1000, 3*512
 	n := keptNode(cfg, slog.New(slog.DiscardHandler))
-	n.pending.setProcess(9, 2, false)
+	known(n, 9, 2)
 	var refused []string
 	for ts := range int32(4) {
 		m := (&van.Message{Meta: van.Meta{Request: true, AppID: 7, Timestamp: ts}, Sender: 9}).Retain()

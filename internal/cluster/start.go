@@ -210,10 +210,11 @@ func newNode(o Options) (*Node, error) {
 	if n.apps.profile, err = openProfile(cfg, role, n.log); err != nil {
 		return nil, errors.Join(err, n.device.close())
 	}
-	n.transport.stack, err = stack.New(stack.Options{
-		Options: van.Options{Config: cfg, Log: n.log, Backend: n.Backend(), Incarnation: n.incarnation},
-		Role:    role, Transport: o.Van, OnFail: n.resendFailed,
-	})
+	options := van.Options{Config: cfg, Log: n.log, Backend: n.Backend(), Incarnation: n.incarnation}
+	if !cfg.Resend { // otherwise the sender sends it again
+		options.OnDropped = n.pending.droppedByVan
+	}
+	n.transport.stack, err = stack.New(stack.Options{Options: options, Role: role, Transport: o.Van, OnFail: n.resendFailed})
 	if err != nil {
 		return nil, errors.Join(err, n.apps.profile.close(), n.device.close())
 	}

@@ -60,7 +60,7 @@ func TestPendingMessagesExpire(t *testing.T) {
 		cfg := DefaultConfig()
 		cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
 		n := keptNode(cfg, logged.Logger())
-		n.pending.setProcess(9, 1, false)
+		known(n, 9, 1)
 		owner := &freed{}
 		for i := range 3 {
 			m := &van.Message{}
@@ -126,7 +126,7 @@ func TestBudgetAfterPendingMessages(t *testing.T) {
 		cfg.RecvBudgetPeer = 2 * 512
 		var logged vantest.Log
 		n := keptNode(cfg, logged.Logger())
-		n.pending.setProcess(9, 1, false)
+		known(n, 9, 1)
 		came, free := make(chan int32, 8), make(chan struct{})
 		if _, err := n.App().AddCustomer(7, 7, func(m *van.Message) {
 			came <- m.Timestamp
@@ -144,7 +144,7 @@ func TestBudgetAfterPendingMessages(t *testing.T) {
 		}
 		send(0)
 		send(1)
-		n.pending.setProcess(9, 2, true)
+		known(n, 9, 2)
 		synctest.Wait()
 		send(2)
 		returned := make(chan struct{})
@@ -276,6 +276,9 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 			incarnation := uint32(rng.IntN(4))
 			incarnations[id] = incarnation
 			n.pending.setProcess(id, incarnation, rng.IntN(3) == 0)
+			if rng.IntN(3) > 0 {
+				n.pending.connected(id)
+			}
 			fmt.Fprintln(w, "note", id, incarnation)
 		case k == 14:
 			cause := errors.New("lost")
@@ -400,12 +403,16 @@ func (n *Node) look(t *testing.T, w io.Writer, ids []int) {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	total := 0
+	total, refused := 0, 0
 	for _, id := range ids {
 		if v := s.queues[id]; v != nil {
 			sum := 0
 			for _, e := range v.queue {
-				sum += weight(e.msg)
+				if e.refused == nil {
+					sum += weight(e.msg)
+				} else {
+					refused++
+				}
 			}
 			if v.bytes != sum {
 				t.Errorf("%d bytes of %d are counted, %d are held", v.bytes, id, sum)
@@ -415,6 +422,9 @@ func (n *Node) look(t *testing.T, w io.Writer, ids []int) {
 		}
 		p := n.processes.of(id)
 		fmt.Fprint(w, p.epoch, p.incarnation, p.known, p.hasPending, p.lost != nil, p.lostEpoch, " ")
+	}
+	if s.refused != refused {
+		t.Errorf("%d refusals are counted, %d are queued", s.refused, refused)
 	}
 	if s.bytes != total {
 		t.Errorf("%d bytes of strangers are counted, %d are held", s.bytes, total)

@@ -89,7 +89,7 @@ func (f *flow) paused(s *sender, l *lane, bytes int64) {
 }
 
 // arrived counts a received message. It reports false if the message is of an unknown peer and must be
-// dropped.
+// dropped, after van.Options.OnDropped.
 func (f *flow) arrived(msg *van.Message) bool {
 	n, stranger := weight(msg)
 	if !stranger {
@@ -103,6 +103,9 @@ func (f *flow) arrived(msg *van.Message) bool {
 	if k, speak := f.drops.Next(); speak {
 		f.n.log.Warn("dropped a message of an unknown process, which is not a member of the cluster", "as", van.NodeName(msg.Sender), "bytes", n,
 			"limit", fmt.Sprintf("%d for all unknown processes (STEPAF_STRANGER_BUDGET)", f.strangers), "dropped so far", k)
+	}
+	if f.n.onDropped != nil && !msg.IsControl() {
+		f.n.onDropped(msg, fmt.Sprintf("this message has %d bytes, and %d are queued already (STEPAF_STRANGER_BUDGET=%d)", n, f.strange.Load(), f.strangers))
 	}
 	return false
 }

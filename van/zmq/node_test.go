@@ -43,7 +43,13 @@ func newNode(t *testing.T, id int, incarnation uint32, recv van.Receiver, edit f
 // newNodeAt is newNode with a port, 0 for any.
 func newNodeAt(t *testing.T, id int, incarnation uint32, port int, recv van.Receiver, edit func(*env.Config)) *node {
 	t.Helper()
-	cfg := env.Default()
+	return newNodeWith(t, id, port, recv, edit, van.Options{Incarnation: incarnation})
+}
+
+// newNodeWith is newNodeAt with the options o, to which it adds the configuration, the log and the keys.
+func newNodeWith(t *testing.T, id, port int, recv van.Receiver, edit func(*env.Config), o van.Options) *node {
+	t.Helper()
+	cfg, incarnation := env.Default(), o.Incarnation
 	cfg.HeartbeatInterval, cfg.HeartbeatTimeout = 0, 0
 	if edit != nil {
 		edit(cfg)
@@ -53,7 +59,8 @@ func newNodeAt(t *testing.T, id int, incarnation uint32, port int, recv van.Rece
 	if err != nil {
 		t.Fatal(err)
 	}
-	v, err := New(van.Options{Config: cfg, Incarnation: incarnation, Log: n.logged.Logger(), Keys: keys})
+	o.Config, o.Log, o.Keys = cfg, n.logged.Logger(), keys
+	v, err := New(o)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -52,6 +52,47 @@ func TestNativeName(t *testing.T) {
 	}
 }
 
+// TestEarlyMessagesBeyondTheBudget: messages of a replacement process that this node does not know yet are dropped when they
+// exceed STEPAF_STRANGER_BUDGET. The node gets each of them, with the reason; the others are handed up when it knows the process.
+func TestEarlyMessagesBeyondTheBudget(t *testing.T) {
+	type report struct {
+		sender, ts int
+		why        string
+	}
+	dropped := make(chan report, 8)
+	server := newNodeWith(t, 8, 0, nil, small, van.Options{Incarnation: 5, OnDropped: func(m *van.Message, why string) {
+		dropped <- report{m.Sender, int(m.Timestamp), why}
+	}})
+	connect := func(incarnation uint32) {
+		if err := server.Connect(t.Context(), 9, workerRecord(incarnation, 1)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	connect(1)
+	fresh := dialRaw(t, server, of9(2))
+	for ts := range 4 { // the first two fit
+		fresh.send(packed(t, push(8, ts, nil)), make([]byte, 8), make([]byte, 24<<10))
+	}
+	for want := 2; want < 4; want++ {
+		select {
+		case got := <-dropped:
+			if got.sender != 9 || got.ts != want || !strings.Contains(got.why, "are queued already (STEPAF_STRANGER_BUDGET=65536)") {
+				t.Errorf("%+v is reported, want message %d of 9, and the budget", got, want)
+			}
+		case <-time.After(limit):
+			t.Fatalf("message %d is not reported", want)
+		}
+	}
+	server.says(t, "dropped a message of an unknown process, which is not a member of the cluster")
+	connect(2)
+	server.Admit(9)
+	for want := range 2 {
+		if m := server.next(t); int(m.Timestamp) != want {
+			t.Errorf("got message %d, want %d", m.Timestamp, want)
+		}
+	}
+}
+
 // TestReplaced: data of a replaced process is dropped under any name, and the process gets no answers of its
 // replacement. Data that the replacement process sends before this node knows it is queued in order, and handed up
 // when the node knows it.

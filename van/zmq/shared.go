@@ -35,6 +35,8 @@ type shared struct {
 	id    atomic.Int32 // own node id
 	watch func(id int, up bool, cause error)
 
+	onDropped func(*van.Message, string) // van.Options.OnDropped
+
 	mu      sync.Mutex // guards changes of peers
 	peers   atomic.Pointer[map[int]*conn]
 	closed  atomic.Bool

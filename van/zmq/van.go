@@ -83,6 +83,7 @@ func New(o van.Options) (van.Van, error) {
 		n.proofs.warns = o.Keys
 	}
 	n.cfg, n.log, n.incarnation = o.Config, cmp.Or(o.Log, slog.New(slog.DiscardHandler)), o.Incarnation
+	n.onDropped = o.OnDropped
 	n.peers.Store(&map[int]*conn{})
 	v.outgoing.n, v.intake.n = n, n
 	if !failpoint.On("send-budget") {
