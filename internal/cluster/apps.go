@@ -21,11 +21,15 @@ var errNoApp = errors.New("no such application")
 // requests. On a worker several customers of one application are distinguished by customer id; elsewhere the customer
 // id is the application id. handle may block; see van.Receiver. Queued messages are delivered first.
 func (a App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer, error) {
-	return a.AddServer(id, customer, NewInbound(), handle)
+	return a.add(id, customer, NewInbound(), false, handle)
 }
 
 // AddServer is AddCustomer for an application that accepts requests. in lists them, and belongs to no other customer.
 func (a App) AddServer(id, customer int, in *Inbound, handle func(*van.Message)) (*Customer, error) {
+	return a.add(id, customer, in, true, handle)
+}
+
+func (a App) add(id, customer int, in *Inbound, serves bool, handle func(*van.Message)) (*Customer, error) {
 	n := a.Node
 	if n.role != van.Worker {
 		customer = id
@@ -49,6 +53,7 @@ func (a App) AddServer(id, customer int, in *Inbound, handle func(*van.Message))
 		first = int32(n.rand() % (1 << 30))
 	}
 	c := newCustomer(n, id, customer, first, in, handle)
+	c.serves = serves
 	apps.takeCanceled(k, in)
 	c.deliverBacklog(apps.takeQueued(k))
 	m := maps.Clone(*apps.table.Load())

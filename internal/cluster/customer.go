@@ -34,6 +34,7 @@ type Customer struct {
 	node    *Node
 	app, id int
 	handle  func(*van.Message)
+	serves  bool    // it accepts requests, see App.AddServer
 	traces  *traces // nil unless they are kept
 
 	requests

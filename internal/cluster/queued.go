@@ -18,6 +18,9 @@ const maxQueuedRequests = 4096
 // queueTime is the time for which they are queued when STEPAF_START_TIMEOUT is no limit.
 const queueTime = 300 * time.Second
 
+// maxDelay is the time for which requests that wait for their application may delay requests for another one.
+const maxDelay = 10 * time.Second
+
 // queuedRequest is a request for an application that does not exist yet.
 type queuedRequest struct {
 	msg      *van.Message
@@ -40,13 +43,18 @@ type earlyCancel struct {
 }
 
 // usage is the number of queued messages and bytes of one sender.
-type usage struct{ messages, bytes int }
+type usage struct {
+	messages, bytes int
+	since           uint64 // when messages was last 0
+}
 
 // enqueue queues a request for an application that does not exist yet, or refuses it. It returns the customer if that
 // has been made meanwhile. At a limit, enqueue blocks, and with it the receiving of that sender's messages, until
 //   - the application has been made,
-//   - queued requests were canceled or have expired (see expireIn, which bounds the wait), or
-//   - the request cannot be answered any more: its sender is lost or has canceled it, or this node ends.
+//   - queued requests were canceled or have expired (see expireIn, which bounds the wait),
+//   - the request cannot be answered any more: its sender is lost or has canceled it, or this node ends, or
+//   - the wait may delay requests for another application, and that sender has had queued requests for maxDelay. The request
+//     is then refused.
 func (a *apps) enqueue(k appKey, msg *van.Message) *Customer {
 	c, why := a.tryEnqueue(k, msg, msg.Deliverer.InPoll())
 	if why != "" {
@@ -60,6 +68,7 @@ func (a *apps) tryEnqueue(k appKey, msg *van.Message, inPoll bool) (c *Customer,
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	arrived, limit := clock.Now(), a.queueLimit()
+	var timer *time.Timer // ends a wait after maxDelay
 	for paused := false; ; paused = true {
 		if c := (*a.table.Load())[k]; c != nil {
 			return c, ""
@@ -91,6 +100,16 @@ func (a *apps) tryEnqueue(k appKey, msg *van.Message, inPoll bool) (c *Customer,
 				never = full
 			}
 		}
+		wait := limit
+		if full != "" && never == "" && a.delaysOthers(msg) {
+			since := arrived
+			if u := a.usage[msg.Sender]; u.messages > 0 {
+				since = min(since, u.since)
+			}
+			if wait = maxDelay - time.Duration(clock.Now()-since); wait <= 0 {
+				never = fmt.Sprintf("%s has not made application %d, and requests of this sender have waited for %s: %s", a.self.Name(), k.app, maxDelay, full)
+			}
+		}
 		if never != "" {
 			a.self.counts.early.add(msg)
 			if count, show := a.tooMany.Next(); show {
@@ -111,13 +130,30 @@ func (a *apps) tryEnqueue(k appKey, msg *van.Message, inPoll bool) (c *Customer,
 		if a.ended {
 			return nil, ""
 		}
+		if wait < limit {
+			if timer == nil {
+				timer = time.AfterFunc(wait, func() {
+					a.mu.Lock()
+					defer a.mu.Unlock()
+					a.changed.Broadcast()
+				})
+				defer timer.Stop()
+			}
+			timer.Reset(wait)
+		}
 		if !paused {
 			a.self.counts.paused.Add(1)
 			a.self.rarely("early").Warn("a peer is not read for now: its application does not exist yet", "peer", a.self.peerName(msg.Sender),
-				"app", k.app, "customer", k.customer, "why", full, "limit", limit)
+				"app", k.app, "customer", k.customer, "why", full, "limit", wait)
 		}
 		a.changed.Wait()
 	}
+}
+
+// delaysOthers reports whether a wait with msg may delay requests of its sender for an application that this node has. Nodes of
+// one role send each other messages of collectives and windows, which have no answer: refusing them would help nobody.
+func (a *apps) delaysOthers(msg *van.Message) bool {
+	return van.RoleOf(msg.Sender) != a.role && slices.ContainsFunc(a.customers(), func(c *Customer) bool { return c.serves })
 }
 
 // whyNever returns the reason why msg is refused, or "": it is too long, its sender is lost, or it is at a limit and its
@@ -163,6 +199,9 @@ func (a *apps) overTotal(size int) bool {
 // count adds msg to the usage (sign 1) or subtracts it (sign -1). a.mu is held.
 func (a *apps) count(msg *van.Message, sign int) {
 	of := a.usage[msg.Sender]
+	if of.messages == 0 {
+		of.since = clock.Now()
+	}
 	of.messages += sign
 	of.bytes += sign * weight(msg)
 	if a.usage[msg.Sender] = of; of.messages == 0 {

@@ -217,6 +217,13 @@ func (s *sent) Send(m *van.Message) error {
 	return nil
 }
 
+// all returns the bodies of the messages so far.
+func (s *sent) all() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.bodies)
+}
+
 // TestResendCancellations: a server that is back receives the cancellations of the meantime; its replacement process, which has
 // none of the requests, does not.
 func TestResendCancellations(t *testing.T) {
@@ -500,4 +507,85 @@ func TestPollsDoNotWaitForAnApplication(t *testing.T) {
 		t.Error("Polls do not begin again")
 	}
 	n.apps.close()
+}
+
+// TestMissingApplicationDelaysOthers: a request that waits for its application delays its sender's requests for an application that
+// this server has for maxDelay at most, then it is refused, and so are the following ones that the queue cannot hold. If no other
+// request of the sender can be delayed, the wait has no such limit.
+func TestMissingApplicationDelaysOthers(t *testing.T) {
+	const told = "stepaf/1 refused 7 0 %d full no such application: server 0 has not made application 7, " +
+		"and requests of this sender have waited for 10s: this one has 512 bytes, and 512 are queued already (STEPAF_RECV_BUDGET_PEER=1000)"
+	for _, x := range []struct {
+		name     string
+		sender   int
+		has      func(App) error // makes the other application
+		refused  bool
+		overload int // requests for the missing application beyond the queue
+	}{
+		{"a server's other application", 9, func(a App) error {
+			_, err := a.AddServer(8, 8, NewInbound(), func(*van.Message) {})
+			return err
+		}, true, 3},
+		{"no application", 9, func(App) error { return nil }, false, 1},
+		{"an application that accepts no requests", 9, func(a App) error {
+			_, err := a.AddCustomer(8, 8, func(*van.Message) {})
+			return err
+		}, false, 1},
+		{"a sender of the same role", 10, func(a App) error {
+			_, err := a.AddServer(8, 8, NewInbound(), func(*van.Message) {})
+			return err
+		}, false, 1},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				cfg := DefaultConfig()
+				cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 2, 1
+				cfg.RecvBudgetPeer, cfg.StartTimeout = 1000, time.Hour
+				n := keptNode(cfg, slog.New(slog.DiscardHandler))
+				out := &sent{}
+				n.notices.van = out
+				known(n, x.sender, 2)
+				if err := x.has(n.App()); err != nil {
+					t.Fatal(err)
+				}
+				done := make(chan int32, 8)
+				requests := make(chan int32, 8)
+				go func() {
+					for ts := range requests {
+						m := &van.Message{}
+						m.Reset()
+						m.Sender, m.Request, m.AppID, m.CustomerID, m.Timestamp = x.sender, true, 7, 0, ts
+						m.SetIncarnations(2, n.incarnation)
+						n.receive(m)
+						done <- ts
+					}
+				}()
+				for ts := range int32(1 + x.overload) {
+					requests <- ts
+				}
+				time.Sleep(maxDelay - time.Millisecond)
+				synctest.Wait()
+				if len(done) != 1 || len(out.all()) > 0 {
+					t.Errorf("before the limit: %d requests have been handled, want 1; refused: %q", len(done), out.all())
+				}
+				time.Sleep(2 * time.Millisecond)
+				synctest.Wait()
+				var want []string
+				if x.refused {
+					for ts := range x.overload {
+						want = append(want, fmt.Sprintf(told, ts+1))
+					}
+				}
+				if !slices.Equal(out.all(), want) || len(done) != 1+len(want) {
+					t.Errorf("after the limit: %d requests have been handled, want %d; refused: %q, want %q", len(done), 1+len(want), out.all(), want)
+				}
+				if got := n.QueuedRequests(); got != 1 {
+					t.Errorf("%d requests are queued, want 1", got)
+				}
+				close(requests)
+				n.apps.failAll(van.ErrClosed)
+				n.apps.close()
+			})
+		})
+	}
 }

@@ -389,7 +389,7 @@ func (n *Node) look(t *testing.T, w io.Writer, ids []int) {
 	for _, l := range a.queued {
 		for _, e := range l {
 			x := by[e.msg.Sender]
-			by[e.msg.Sender] = usage{x.messages + 1, x.bytes + weight(e.msg)}
+			by[e.msg.Sender] = usage{x.messages + 1, x.bytes + weight(e.msg), a.usage[e.msg.Sender].since}
 			messages, bytes = messages+1, bytes+weight(e.msg)
 		}
 	}
