@@ -107,6 +107,7 @@ func TestRefusalsReachTheNewProcess(t *testing.T) {
 						arrive()
 					}
 					for _, o := range x.outputs {
+						time.Sleep(2 * pendingTime) // a connection may take long
 						synctest.Wait()
 						n.perform(o)
 					}

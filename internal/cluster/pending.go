@@ -260,7 +260,8 @@ func (s *pendingMessages) shift(v *pendingQueue) pendingMessage {
 	return e
 }
 
-// expireIn drops, after d, the messages that have been queued too long. mu is held.
+// expireIn drops, after d, the messages that have been queued too long, except those of a known process to which the connection
+// is being made. mu is held.
 func (s *pendingMessages) expireIn(d time.Duration) {
 	s.expiry = time.AfterFunc(d, func() {
 		s.mu.Lock()
@@ -268,7 +269,10 @@ func (s *pendingMessages) expireIn(d time.Duration) {
 		s.expiry = nil
 		now, wait, gone := clock.Now(), time.Duration(-1), 0
 		for id, v := range s.queues {
-			if v.delivering {
+			if p := s.processes.of(id); v.delivering || p.hasPending && s.processes.waits(id, p.epoch) { // they are, or will be, delivered
+				if wait < 0 {
+					wait = pendingTime
+				}
 				continue
 			}
 			for len(v.queue) > 0 && time.Duration(now-v.queue[0].queuedAt) >= pendingTime {
