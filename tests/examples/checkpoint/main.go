@@ -22,7 +22,8 @@ const width = 2 // values of a key
 
 // store has the values of one server. Requests of several workers use it at the same time.
 type store struct {
-	mu     sync.Mutex
+	saving sync.Mutex // held by save
+	mu     sync.Mutex // guards values
 	values map[kv.Key][]float32
 }
 
@@ -56,7 +57,10 @@ func (s *store) handle(r kv.Request[float32]) {
 }
 
 // save writes the values to a new file and renames it, so that no half-written file is ever read.
+// Two workers can ask at once: the second save waits until the first has renamed the file.
 func (s *store) save(file string) error {
+	s.saving.Lock()
+	defer s.saving.Unlock()
 	f, err := os.Create(file + ".new")
 	if err != nil {
 		return err
