@@ -25,7 +25,8 @@ import (
 // device, see Stream: a goroutine of the server waits, and then sends. Errors of that goroutine are logged.
 //
 // A missing key or a wrong size is an error that wraps van.ErrInvalid; nothing was sent then, and the batch can still
-// be answered. A second Respond returns postoffice.ErrAnswered.
+// be answered. A second Respond returns postoffice.ErrAnswered. If the worker has canceled the batch, see Batch.Wanted,
+// Respond sends the answer all the same and returns nil; the worker drops it.
 func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 	s := b.w.s // other fields of b.w may belong to another batch
 	o, err := with(options{}, opts)

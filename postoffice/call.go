@@ -9,8 +9,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// DefaultTimeout is how long Call.Wait waits when neither its context nor the call's maker has a limit, counted from the
-// call. Where PS_HEARTBEAT_TIMEOUT asks for longer silences, the limit is that much longer, so that the loss of a peer is
+// DefaultTimeout, 15 s, is how long Call.Wait waits when neither its context nor the call's maker has a limit, counted from
+// the call. Where PS_HEARTBEAT_TIMEOUT asks for longer silences, the limit is that much longer, so that the loss of a peer is
 // reported as ErrPeerLost and not as ErrTimeout.
 const DefaultTimeout = cluster.DefaultTimeout
 

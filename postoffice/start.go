@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// Config is the configuration of a node; docs/env.md describes its fields.
+// Config is the configuration of a node. "go doc github.com/stepaf/stepaf-go/van/env Config" lists its fields, docs/env.md describes them.
 type Config = env.Config
 
 // DefaultConfig returns a configuration with every setting at its default.
