@@ -20,7 +20,7 @@ import (
 
 const width = 2 // values of a key
 
-// store has the values of one server. Requests of several workers use it at the same time.
+// store has the values of one server.
 type store struct {
 	saving sync.Mutex // held by save
 	mu     sync.Mutex // guards values

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/kv"
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 )
 
 // TestSaveTwice: saves at the same time succeed, and the file is whole after each of them.
