@@ -206,6 +206,10 @@ func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 				slotSet{in}.freeSlot(l)
 			}
 		})
+		for _, b := range in.slots.buffers {
+			b.region.Release()
+		}
+		in.slots.buffers = nil
 	})
 	in.device.dropIncomplete(in) // messages that were added after the first call
 	for _, a := range areas {

@@ -5,6 +5,8 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
@@ -32,8 +34,59 @@ func (in slotSet) registeredBuffer(s *slotRequest, need rendezvous.Need, kind ui
 	if !in.dialect.usesBuffer(kind) {
 		return backend.Mem{}, false
 	}
+	dst, ok := in.bufferOf(s.key)
+	return dst, ok && dst.Len() >= need.Exact
+}
+
+// bufferAt names a receive buffer that was announced to a peer.
+type bufferAt struct{ key, addr uint64 }
+
+// announcedBuffer is a receive buffer that the peer may write to until its connection ends.
+type announcedBuffer struct {
+	mem    backend.Mem
+	region *conn.Region
+}
+
+// announceBuffer tells the peer where to write values of key, if the application has registered a buffer for n bytes. Values that arrive
+// before the announcement are copied there. The feed is held.
+func (in slotSet) announceBuffer(key uint64, n int) {
+	dst, ok := in.bufferOf(key)
+	if !ok || dst.Len() < n {
+		return
+	}
+	at := bufferAt{key, dst.Addr()}
+	if _, known := in.slots.buffers[at]; known {
+		return // the announcement is under way
+	}
+	reg, err := in.device.regions.Get(dst, verbs.LocalWrite|verbs.RemoteWrite)
+	if err != nil {
+		in.v.log.Error("rdma: a receive buffer is not registered with the device; its values are copied", "peer", in.name(), "key", key, "bytes", dst.Len(), "err", err)
+		return
+	}
+	if in.slots.buffers == nil {
+		in.slots.buffers = map[bufferAt]announcedBuffer{}
+	}
+	in.slots.buffers[at] = announcedBuffer{dst, reg}
+	var b [remoteBufferLen]byte
+	(&remoteBuffer{key: key, addr: dst.Addr(), rkey: reg.MR.RKey(), len: dst.Len()}).put(b[:])
+	in.mu.Lock()
+	in.send(immBuffer, b[:])
+	in.mu.Unlock()
+}
+
+// announced returns the memory of x, a push to the receive buffer at addr. The feed is held.
+func (in slotSet) announced(x *van.Part, addr uint64) (backend.Mem, error) {
+	b := in.slots.buffers[bufferAt{x.Key, addr}]
+	if b.mem.Len() < x.Len {
+		return backend.Mem{}, &van.FieldError{Field: fmt.Sprintf("placement of key %d", x.Key), Value: fmt.Sprintf("%d bytes at %#x", x.Len, addr), Want: "a receive buffer that was announced"}
+	}
+	return b.mem.Sub(0, x.Len), nil
+}
+
+// bufferOf returns the application's buffer for values of key.
+func (in slotSet) bufferOf(key uint64) (backend.Mem, bool) {
 	in.v.mu.Lock()
 	defer in.v.mu.Unlock()
-	dst, ok := in.v.buffers[bufferKey{in.handshake.node, s.key}]
-	return dst, ok && dst.Len() >= need.Exact
+	dst, ok := in.v.buffers[bufferKey{in.handshake.node, key}]
+	return dst, ok
 }

@@ -34,6 +34,11 @@ func (v *rvan) Invalidate(m backend.Mem) {
 			if o.destination.Overlaps(m) {
 				o.destination, o.invalidated = backend.Mem{}, true
 			}
+			for i := range o.parts {
+				if x := &o.parts[i]; x.into.Overlaps(m) {
+					x.into = backend.Mem{}
+				}
+			}
 		})
 		p.mu.Unlock()
 	}

@@ -19,6 +19,8 @@ type outboundDialect interface {
 	// handleReply handles the reply to a slot request. If the reply refuses a message, it returns the message and the reason. ok is
 	// false for an invalid reply.
 	handleReply(snd *rendezvous.Sender[*outgoing], r *slotReply) (refused *outgoing, why error, ok bool)
+	// noteBuffer handles the announcement of a receive buffer.
+	noteBuffer(b remoteBuffer)
 	// requestAnswered handles the answer to a request. It reports whether slots may have become free.
 	requestAnswered(snd *rendezvous.Sender[*outgoing], key uint64, push bool) bool
 	// mustSend reports whether o still has to be sent.
@@ -55,9 +57,7 @@ type inboundDialect interface {
 	returnsCredits() bool
 	// handleSend handles a SEND other than a slot request. known is false for an invalid one.
 	handleSend(c *verbs.Completion, t *trailer) (known bool)
-	// previousEnd returns the end of the message before the last one in b, which was written to a slot. 0: there is none.
-	previousEnd(b []byte) (end int, err error)
-	// splitMeta splits one message into its meta and the inline frames behind it.
+	// splitMeta splits a message into its meta and the inline frames behind it.
 	splitMeta(b []byte, t *trailer) (meta, behind []byte, err error)
 	// frames locates the frames of a message in slot l.
 	frames(rx *received, l *receiveSlot, t *trailer, behind []byte) error

@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -47,7 +48,10 @@ type outgoing struct {
 	done   van.Completion
 	size   int  // bytes of payload
 	unsent int  // part of size that peer.unsent includes
-	inMeta bool // all frames were copied, and fit behind the meta
+	inMeta bool // all frames were copied, and fit behind the meta; true of a batch
+
+	parts  []outPart // of a batch
+	inline int       // bytes of a batch's inline values, each aligned
 }
 
 // smallPayload is the largest payload whose frames Send copies: a copy costs less than registering the caller's memory.
@@ -81,10 +85,16 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	o.frames, o.size, o.lens = msg.Frames, size, [van.MaxFrames]uint32{}
 	o.destination, o.direct, o.singleKey, o.pullLen, o.invalidated = backend.Mem{}, false, false, 0, false
 	o.id, o.canceled = requestID{msg.AppID, msg.CustomerID, msg.Timestamp}, false
+	o.copies, o.parts = o.copies[:0], o.parts[:0]
+	if msg.IsBatch() {
+		if o.fillParts(msg) {
+			o.done = msg.Done
+		}
+		return nil
+	}
 	if !control && msg.Frames >= 2 && msg.Keys.Len() == 8 && msg.Keys.OnHost() {
 		o.useSingleKeyForm(msg)
 	}
-	o.copies = o.copies[:0]
 	zeroCopy := false
 	for i := range msg.Frames {
 		f := msg.Frame(i)
@@ -92,7 +102,7 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 		if o.singleKey && i != 1 || f.Len() == 0 {
 			continue // the receiver derives them from the meta
 		}
-		if f.OnHost() && (f.Len() < smallFrame || size <= smallPayload-van.MaxFrames*frameAlign) {
+		if f.OnHost() && (f.Len() < smallFrame || size <= inlineValue) {
 			o.copies = append(o.copies, f.Host()...)
 			continue
 		}
@@ -135,12 +145,7 @@ func (o *outgoing) useSingleKeyForm(msg *van.Message) {
 
 // isZeroCopy reports whether o is a request whose value the device reads from the caller's memory.
 func (o *outgoing) isZeroCopy() bool {
-	return o.request && !o.oneShot && o.data != [van.MaxFrames]backend.Mem{}
-}
-
-// fitsBundle reports whether all of o fits into the cell of its meta.
-func (o *outgoing) fitsBundle() bool {
-	return !o.oneShot && (o.inMeta || len(o.copies) == 0 && o.data == [len(o.data)]backend.Mem{})
+	return o.request && !o.oneShot && (o.data != [van.MaxFrames]backend.Mem{} || slices.ContainsFunc(o.parts, func(x outPart) bool { return x.mem.Len() > 0 }))
 }
 
 // packedLen returns the number of bytes that are written to the slot's data.

@@ -16,10 +16,11 @@ import (
 
 // nativeOut is the dialect of a link to a native node.
 type nativeOut struct {
-	keySlots map[uint64]bool // whether a key has slots of its own; no entry: unknown
+	keySlots map[uint64]bool         // whether a key has slots of its own; no entry: unknown
+	buffers  map[uint64]remoteBuffer // receive buffers that the peer has announced, by key
 }
 
-// maxKeys limits the entries of keys without slots of their own.
+// maxKeys limits the entries of keys without slots of their own, and the receive buffers that a peer may announce.
 const maxKeys = 1 << 16
 
 func (d *nativeOut) setKeySlot(key uint64, own bool) {
@@ -36,16 +37,19 @@ func (d *nativeOut) setKeySlot(key uint64, own bool) {
 func (d *nativeOut) check(*outgoing) error { return nil }
 
 func (d *nativeOut) need(o *outgoing) rendezvous.Need {
-	n := rendezvous.Need{OneShot: o.oneShot, Meta: len(o.meta) + trailerLen}
+	n := rendezvous.Need{OneShot: o.oneShot}
+	n.Meta, _ = d.layout(o)
 	if n.Meta > conn.CellSize {
 		n.Meta = 1 << bits.Len(uint(n.Meta-1)) // a power of two, so that the slot can be used again for other metas
 	}
 	n.Meta = max(n.Meta, conn.CellSize)
-	if !o.direct && !o.inMeta && !(o.request && !o.push && o.singleKey) {
+	if o.isBatch() {
+		n.Exact = d.place(o)
+	} else if !o.direct && !o.inMeta && !(o.request && !o.push && o.singleKey) {
 		n.Exact = o.packedLen()
 	}
 	n.Route.Class, n.Data = rendezvous.Class(n.Exact)
-	n.Route.Host = n.Exact > 0 && !o.singleKey // the payload includes keys
+	n.Route.Host = n.Exact > 0 && !o.singleKey && !o.isBatch() // the payload includes keys
 	if o.oneShot {
 		n.Data = n.Exact
 		return n
@@ -116,12 +120,21 @@ func (d *nativeOut) handleReply(snd *rendezvous.Sender[*outgoing], r *slotReply)
 	return nil, nil, true
 }
 
+func (d *nativeOut) noteBuffer(b remoteBuffer) {
+	if _, known := d.buffers[b.key]; known || len(d.buffers) < maxKeys {
+		d.buffers[b.key] = b
+	}
+}
+
 func (d *nativeOut) requestAnswered(*rendezvous.Sender[*outgoing], uint64, bool) bool { return false }
 
 // mustSend: an answer to an invalidated request is sent, since the receiver drops it.
 func (d *nativeOut) mustSend(*outgoing) bool { return true }
 
 func (d *nativeOut) layout(o *outgoing) (n int, inMeta bool) {
+	if o.isBatch() {
+		return aligned(len(o.meta)) + aligned(placementLen*len(o.parts)) + o.inline + trailerLen, true
+	}
 	if o.inMeta {
 		return aligned(len(o.meta)) + o.packedLen() + trailerLen, true
 	}
@@ -129,7 +142,7 @@ func (d *nativeOut) layout(o *outgoing) (n int, inMeta bool) {
 }
 
 func (d *nativeOut) trailer(o *outgoing, inMeta bool) (trailer, bool) {
-	t := trailer{packed: !o.singleKey, placed: o.direct && !inMeta, frames: o.frames, lens: o.lens, inMeta: inMeta}
+	t := trailer{packed: !o.singleKey && !o.isBatch(), placed: o.direct && !inMeta, frames: o.frames, lens: o.lens, inMeta: inMeta}
 	if inMeta {
 		t.metaLen = len(o.meta)
 	}
@@ -252,17 +265,6 @@ func (d nativeIn) handleSend(c *verbs.Completion, t *trailer) (known bool) {
 	return true
 }
 
-func (d nativeIn) previousEnd(b []byte) (end int, err error) {
-	const least = rawMeta + trailerLen
-	if !d.handshake.bundles || len(b) < least {
-		return 0, nil // splitMeta refuses what is too short
-	}
-	if end = int(le.Uint16(b[len(b)-trailerLen+offBefore:])); end > 0 && (end < least || aligned(end) > len(b)-least) {
-		return 0, &van.FieldError{Field: "trailer end of the previous message", Value: end, Want: fmt.Sprintf("0, or %d to %d", least, len(b)-least)}
-	}
-	return end, nil
-}
-
 func (d nativeIn) splitMeta(b []byte, t *trailer) (meta, behind []byte, err error) {
 	if len(b) < rawMeta+trailerLen {
 		return nil, nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("at least %d", rawMeta+trailerLen)}
@@ -294,6 +296,9 @@ func (d nativeIn) returnsCredits() bool { return true }
 // frames locates the frames of a message. behind holds the inline frames.
 func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte) error {
 	m := &rx.msg
+	if m.IsBatch() {
+		return d.parts(rx, l, t, behind)
+	}
 	m.Frames = t.frames
 	data, room := l.Memory.data, min(l.Data, l.Memory.data.Len())
 	if t.inMeta {

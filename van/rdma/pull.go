@@ -34,22 +34,29 @@ func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied boo
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !msg.Push {
-		k := keyOf(msg)
-		if x, ok := p.pulls[k]; ok {
-			delete(p.pulls, k)
-			if msg.Addr == x.mem.Addr() && int(msg.ValLen) == x.mem.Len() {
-				mem = x.mem
-				if copied = len(value) > 0 && len(value) == mem.Len() && mem.OnHost(); copied {
-					copy(mem.Host(), value)
-				}
-			}
-			x.region.Release()
-		}
+		mem, copied = p.takePull(keyOf(msg), msg.Addr, int(msg.ValLen), value)
 	}
 	if l := p.link; l != nil && l.dialect.requestAnswered(p.sender, msg.Key, msg.Push) {
 		p.pump()
 		p.flush()
 	}
+	return mem, copied
+}
+
+// takePull ends pull k, whose answer has n bytes for the destination at addr. It does what endPull does. p.mu is held.
+func (p *peer) takePull(k pullKey, addr uint64, n int, value []byte) (mem backend.Mem, copied bool) {
+	x, ok := p.pulls[k]
+	if !ok {
+		return mem, false
+	}
+	delete(p.pulls, k)
+	if addr == x.mem.Addr() && n == x.mem.Len() {
+		mem = x.mem
+		if copied = len(value) > 0 && len(value) == mem.Len() && mem.OnHost(); copied {
+			copy(mem.Host(), value)
+		}
+	}
+	x.region.Release()
 	return mem, copied
 }
 
@@ -175,8 +182,17 @@ func (p *peer) handleSend(d *device, l *link, c *verbs.Completion) {
 		if err = r.get(b); err == nil {
 			p.handleReclaim(l, &r)
 		}
+	case immBuffer:
+		var r remoteBuffer
+		if err = r.get(b); err == nil {
+			p.mu.Lock()
+			if p.link == l { // otherwise it may not be established yet, and has no dialect
+				l.dialect.noteBuffer(r)
+			}
+			p.mu.Unlock()
+		}
 	default:
-		err = &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "1, 2 or 4"}
+		err = &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "1, 2, 4 or 6"}
 	}
 	if err != nil {
 		p.v.malformedFrom(p.name(), err)

@@ -19,6 +19,8 @@ type stepmeshOut struct {
 
 func (d *stepmeshOut) check(o *outgoing) error {
 	switch {
+	case o.isBatch():
+		return fmt.Errorf("%w: a batch: the node table names a node of this library, and a node of the C++ library answers", van.ErrInvalid)
 	case o.invalidated, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
 		return nil
 	case o.request && o.singleKey && (o.push && o.lens[1] > 0 || !o.push && o.destination.Len() > 0):
@@ -67,6 +69,9 @@ func (d *stepmeshOut) handleReply(snd *rendezvous.Sender[*outgoing], r *slotRepl
 	}
 	return nil, nil, snd.Reply(r.origin, r.slot(), nil)
 }
+
+// noteBuffer does nothing: a node of the C++ library announces no buffers.
+func (d *stepmeshOut) noteBuffer(remoteBuffer) {}
 
 func (d *stepmeshOut) requestAnswered(snd *rendezvous.Sender[*outgoing], key uint64, push bool) bool {
 	snd.Answered(key, push)
@@ -124,8 +129,6 @@ func (d stepmeshIn) record(*receiveSlot) {}
 func (d stepmeshIn) endOutgrown(*slotRequest) {}
 
 func (d stepmeshIn) handleSend(*verbs.Completion, *trailer) (known bool) { return false }
-
-func (d stepmeshIn) previousEnd([]byte) (end int, err error) { return 0, nil }
 
 func (d stepmeshIn) splitMeta(b []byte, _ *trailer) (meta, behind []byte, err error) {
 	return b, nil, nil

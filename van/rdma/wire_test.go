@@ -161,7 +161,7 @@ func FuzzTrailer(f *testing.F) {
 	f.Add(b)
 	(&trailer{inMeta: true, metaLen: 300, frames: 2}).put(b)
 	f.Add(bytes.Clone(b))
-	(&trailer{frames: 2, previousEnd: 352}).put(b)
+	(&trailer{frames: 2, inMeta: true, metaLen: 1 << 20}).put(b)
 	f.Add(bytes.Clone(b))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		var x trailer

@@ -395,13 +395,6 @@ func (s *Sender[T]) First() (item T, ok bool) {
 	return l.q.at(0).item, true
 }
 
-// TakeFirst removes First, which needs no slot of its own.
-func (s *Sender[T]) TakeFirst() {
-	l := &s.queues[1]
-	s.popFirst(l)
-	l.changed = true
-}
-
 func (s *Sender[T]) popFirst(l *outQueue[T]) T {
 	w := l.q.pop()
 	l.head++
