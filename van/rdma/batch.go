@@ -103,8 +103,20 @@ func (o *outgoing) writes() int {
 // isBatch reports whether o is a batch.
 func (o *outgoing) isBatch() bool { return len(o.parts) > 0 }
 
-// place decides where the values of o, a batch, are written, and returns the bytes of those that are written to the slot.
+// place decides where the values of o are written, and returns the bytes of those that are written to the slot.
 func (d *nativeOut) place(o *outgoing) (slot int) {
+	if !o.isBatch() {
+		if b := d.buffers[o.key]; o.request && o.push && o.singleKey && o.data[1].Len() > 0 {
+			if o.direct = b.len >= int(o.lens[1]); o.direct {
+				o.addr, o.rkey = b.addr, b.rkey
+				le.PutUint64(o.meta[metaAddr:], b.addr)
+			}
+		}
+		if o.direct || o.inMeta || o.request && !o.push && o.singleKey {
+			return 0
+		}
+		return o.packedLen()
+	}
 	for i := range o.parts {
 		x := &o.parts[i]
 		if x.mem.Len() == 0 {
@@ -200,7 +212,7 @@ func (d nativeIn) parts(rx *received, l *receiveSlot, t *trailer, behind []byte)
 				d.announceBuffer(x.Key, x.Len)
 			}
 		case at.where == valueInPlace && m.Request:
-			x.Vals, err = d.announced(x, at.addr)
+			x.Vals, err = d.announced(x.Key, x.Len, at.addr)
 			x.Placed = true
 		case at.where != valueInPlace:
 			err = &van.FieldError{Field: fmt.Sprintf("placement of key %d", x.Key), Value: at.where, Want: "0, 1 or 2"}

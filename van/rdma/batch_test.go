@@ -280,6 +280,44 @@ func TestBatchToABuffer(t *testing.T) {
 	release()
 }
 
+// TestPushToABuffer: a value that is pushed alone is written to the receive buffer of its key, also the first one and those in flight, if it fits. Others
+// use the slots of their size.
+func TestPushToABuffer(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	buffer := backend.Bytes(make([]byte, 70000))
+	if err := s.RegisterRecvBuffer(9, 1, buffer); err != nil {
+		t.Fatal(err)
+	}
+	for i, x := range []struct {
+		key    uint64
+		size   int
+		placed bool
+	}{{1, 70000, true}, {2, 70000, false}, {1, 5000, true}, {1, 70001, false}, {1, 100, false}, {1, 0, false}, {2, 5000, false}, {1, 60000, true}} {
+		w.must(push(s, x.key, i, value(x.size, i)))
+		m := s.next()
+		if m.Placed != x.placed || x.placed != (m.Vals.Addr() == buffer.Addr()) || !bytes.Equal(m.Vals.Host(), value(x.size, i)) {
+			t.Errorf("push %d of %d bytes under key %d is in the buffer: %t, want %t, or has other bytes", i, x.size, x.key, m.Placed, x.placed)
+		}
+		m.Release()
+	}
+	for i := range 20 { // in flight together, under keys of which every third has a buffer
+		if err := s.RegisterRecvBuffer(9, uint64(100+3*i), backend.Bytes(make([]byte, 3000))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range 20 {
+		w.must(push(s, uint64(100+i), 100+i, value(3000, 100+i)))
+	}
+	for i := range 20 {
+		s.wantValue(100+i, value(3000, 100+i))
+	}
+	if n := s.Stats().Malformed + w.Stats().Malformed; n != 0 {
+		t.Errorf("%d malformed messages: %s", n, s.logged.String())
+	}
+	w.wantNoLoss()
+}
+
 // TestBatchBreaks: a batch whose connection breaks at any of its writes does not arrive, and its Done is called. The next one arrives, and no slot is lost.
 func TestBatchBreaks(t *testing.T) {
 	lens := []int{9000, 100, 20000, -30000}
@@ -456,7 +494,7 @@ func TestHostileBatch(t *testing.T) {
 	if err := h.s.RegisterRecvBuffer(11, 0, backend.Bytes(make([]byte, 4096))); err != nil {
 		t.Fatal(err)
 	}
-	q := h.c.ask(slotRequest{metaLen: 1 << 16, dataNum: nativeSlotRequest, data: [4]uint64{4096, kindPush | kindRequest, 4096}, origin: 1})
+	q := h.c.ask(slotRequest{metaLen: 1 << 16, dataNum: nativeSlotRequest, data: [4]uint64{4096, 0, 4096}, origin: 1})
 	good := trailer{inMeta: true}
 	put := func(b []byte) { h.c.notify(0, q.index, q.meta, q.metaKey, b) }
 	n := uint64(0)
@@ -583,15 +621,15 @@ func TestHostileBuffers(t *testing.T) {
 	p.end()
 }
 
-// TestManyBuffers: a peer cannot make a node remember more than maxKeys buffers.
+// TestManyBuffers: a peer cannot make a node remember more than maxBuffers buffers.
 func TestManyBuffers(t *testing.T) {
 	d := &nativeOut{buffers: map[uint64]remoteBuffer{}}
-	for key := range uint64(maxKeys + 10) {
+	for key := range uint64(maxBuffers + 10) {
 		d.noteBuffer(remoteBuffer{key: key, len: 1})
 	}
 	d.noteBuffer(remoteBuffer{key: 3, len: 7})
-	if len(d.buffers) != maxKeys || d.buffers[3].len != 7 {
-		t.Errorf("%d buffers, that of key 3 has %d bytes; want %d, and 7", len(d.buffers), d.buffers[3].len, maxKeys)
+	if len(d.buffers) != maxBuffers || d.buffers[3].len != 7 {
+		t.Errorf("%d buffers, that of key 3 has %d bytes; want %d, and 7", len(d.buffers), d.buffers[3].len, maxBuffers)
 	}
 }
 

@@ -29,13 +29,14 @@ func (v *node) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error
 	return nil
 }
 
-// registeredBuffer returns the application's buffer for the message, if the request may use it and it is large enough.
-func (in slotSet) registeredBuffer(s *slotRequest, need rendezvous.Need, kind uint64) (backend.Mem, bool) {
-	if !in.dialect.usesBuffer(kind) {
+// registeredBuffer returns the application's buffer for the message of a StepMesh node, if it is large enough. Buffers are announced to
+// native nodes.
+func (in slotSet) registeredBuffer(s *slotRequest, need rendezvous.Need) (backend.Mem, bool) {
+	if in.handshake.native {
 		return backend.Mem{}, false
 	}
 	dst, ok := in.bufferOf(s.key)
-	return dst, ok && dst.Len() >= need.Exact
+	return dst, ok && dst.Len() >= need.Data
 }
 
 // bufferAt names a receive buffer that was announced to a peer.
@@ -47,21 +48,18 @@ type announcedBuffer struct {
 	region *conn.Region
 }
 
-// announceBuffer tells the peer where to write values of key, if the application has registered a buffer for n bytes. Values that arrive
-// before the announcement are copied there. The feed is held.
-func (in slotSet) announceBuffer(key uint64, n int) {
+// announceBuffer tells the peer where to write values of key, if the application has registered a buffer for n bytes. It returns false if
+// there is none, or if it has been announced before. Values that arrive elsewhere are copied there. The feed is held.
+func (in slotSet) announceBuffer(key uint64, n int) bool {
 	dst, ok := in.bufferOf(key)
-	if !ok || dst.Len() < n {
-		return
-	}
 	at := bufferAt{key, dst.Addr()}
-	if _, known := in.slots.buffers[at]; known {
-		return // the announcement is under way
+	if _, known := in.slots.buffers[at]; known || !ok || dst.Len() < n {
+		return false
 	}
 	reg, err := in.device.regions.Get(dst, verbs.LocalWrite|verbs.RemoteWrite)
 	if err != nil {
 		in.v.log.Error("rdma: a receive buffer is not registered with the device; its values are copied", "peer", in.name(), "key", key, "bytes", dst.Len(), "err", err)
-		return
+		return false
 	}
 	if in.slots.buffers == nil {
 		in.slots.buffers = map[bufferAt]announcedBuffer{}
@@ -72,15 +70,16 @@ func (in slotSet) announceBuffer(key uint64, n int) {
 	in.mu.Lock()
 	in.send(immBuffer, b[:])
 	in.mu.Unlock()
+	return true
 }
 
-// announced returns the memory of x, a push to the receive buffer at addr. The feed is held.
-func (in slotSet) announced(x *van.Part, addr uint64) (backend.Mem, error) {
-	b := in.slots.buffers[bufferAt{x.Key, addr}]
-	if b.mem.Len() < x.Len {
-		return backend.Mem{}, &van.FieldError{Field: fmt.Sprintf("placement of key %d", x.Key), Value: fmt.Sprintf("%d bytes at %#x", x.Len, addr), Want: "a receive buffer that was announced"}
+// announced returns the memory of n bytes that were pushed under key to the receive buffer at addr. The feed is held.
+func (in slotSet) announced(key uint64, n int, addr uint64) (backend.Mem, error) {
+	b, ok := in.slots.buffers[bufferAt{key, addr}]
+	if !ok || b.mem.Len() < n {
+		return backend.Mem{}, &van.FieldError{Field: fmt.Sprintf("placement of key %d", key), Value: fmt.Sprintf("%d bytes at %#x", n, addr), Want: "a receive buffer that was announced"}
 	}
-	return b.mem.Sub(0, x.Len), nil
+	return b.mem.Sub(0, n), nil
 }
 
 // bufferOf returns the application's buffer for values of key.

@@ -46,7 +46,6 @@ type slotMemory struct {
 	area   *area        // contains data
 	region *conn.Region // of a registered receive buffer
 	bytes  int          // registered for meta
-	origin uint64       // number of the slot request; the peer counts them
 }
 
 // area is registered memory for values. Several slots may share it: those of one key of a StepMesh node.

@@ -46,7 +46,6 @@ func (d *stepmeshOut) need(o *outgoing) rendezvous.Need {
 	if o.push && o.request && !o.oneShot { // other values are not written to the slot
 		n.Data = int(o.lens[1])
 	}
-	n.Exact = n.Data
 	return n
 }
 
@@ -64,10 +63,7 @@ func (d *stepmeshOut) completeRequest(s *slotRequest, o *outgoing, _ rendezvous.
 }
 
 func (d *stepmeshOut) handleReply(snd *rendezvous.Sender[*outgoing], r *slotReply) (refused *outgoing, why error, ok bool) {
-	if r.index >= maxIndex || r.flags&replyNone != 0 {
-		return nil, nil, false
-	}
-	return nil, nil, snd.Reply(r.origin, r.slot(), nil)
+	return nil, nil, r.index < maxIndex && snd.Reply(r.origin, r.slot())
 }
 
 // noteBuffer does nothing: a node of the C++ library announces no buffers.
@@ -88,9 +84,7 @@ func (d *stepmeshOut) trailer(*outgoing, bool) (t trailer, ok bool) { return t, 
 // stepmeshIn is the dialect of a connection that a StepMesh node has opened.
 type stepmeshIn struct{ slotSet }
 
-func (d stepmeshIn) need(s *slotRequest) (n rendezvous.Need, kind uint64, err error) {
-	return s.need(false)
-}
+func (d stepmeshIn) need(s *slotRequest) (rendezvous.Need, error) { return s.need(false) }
 
 // refuse ends the connection, since the peer would wait forever: its protocol has no refusal. An invalid slot request is dropped, as other
 // invalid data is.
@@ -100,17 +94,13 @@ func (d stepmeshIn) refuse(_ uint64, _ uint32, why error) {
 	}
 }
 
-func (d stepmeshIn) sharedSlotsSuffice(*slotRequest, rendezvous.Need, uint64) bool { return false }
-
-func (d stepmeshIn) route(need rendezvous.Need, _ uint64) rendezvous.Route { return need.Route }
-
-func (d stepmeshIn) usesBuffer(uint64) bool { return true }
+func (d stepmeshIn) announces(*slotRequest) bool { return false }
 
 func (d stepmeshIn) needsData(need rendezvous.Need) bool {
 	return need.Data > 0 && d.v.local.self.Role == van.Server
 }
 
-func (d stepmeshIn) dataCost(s *slotRequest, need rendezvous.Need, _ uint64) int {
+func (d stepmeshIn) dataCost(s *slotRequest, need rendezvous.Need) int {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if a := d.slots.areas[s.key]; a != nil && a.Mem.Len() >= need.Data {
@@ -119,14 +109,12 @@ func (d stepmeshIn) dataCost(s *slotRequest, need rendezvous.Need, _ uint64) int
 	return need.Data
 }
 
-func (d stepmeshIn) valueArea(_ *receiveSlot, s *slotRequest, need rendezvous.Need, _ uint64, _ *slotReply) (*area, error) {
+func (d stepmeshIn) valueArea(s *slotRequest, need rendezvous.Need) (*area, error) {
 	return d.keyArea(s.key, need.Data)
 }
 
 // record does nothing: the slots of a key are never returned.
 func (d stepmeshIn) record(*receiveSlot) {}
-
-func (d stepmeshIn) endOutgrown(*slotRequest) {}
 
 func (d stepmeshIn) handleSend(*verbs.Completion, *trailer) (known bool) { return false }
 

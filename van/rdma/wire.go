@@ -124,7 +124,8 @@ func decodeHandshake(b []byte) (handshake, error) {
 }
 
 // slotRequest is a slot request, StepMesh's RendezvousStart. A native node sets dataNum to nativeSlotRequest. Then data[0] is the number of
-// bytes wanted, data[1] the kind of message, and data[2] the number of bytes of its value.
+// bytes wanted, and data[1] the kind of message. If it is a push, its key may have a receive buffer, and data[2] is the number of bytes of
+// its value.
 type slotRequest struct {
 	metaLen, dataNum uint64
 	data             [4]uint64
@@ -135,11 +136,9 @@ const nativeSlotRequest = 4
 
 // Kinds in a native slot request.
 const (
-	kindPush = 1 << iota
-	kindRequest
-	kindOneShot
-	kindKeyed // the slot is for one key
-	kindHost  // the slot must be in host memory
+	kindOneShot = 1 << iota
+	kindHost    // the slot must be in host memory
+	kindPush    // the message pushes a value under the request's key
 )
 
 const slotRequestLen = 64
@@ -174,36 +173,34 @@ const maxMeta = 32 << 20
 const maxData = math.MaxInt32
 
 // need checks s. native says in which dialect it is.
-func (s *slotRequest) need(native bool) (n rendezvous.Need, kind uint64, err error) {
+func (s *slotRequest) need(native bool) (n rendezvous.Need, err error) {
 	if s.metaLen < rawMeta || s.metaLen > maxMeta {
-		return n, 0, &van.FieldError{Field: "rendezvous meta_len", Value: s.metaLen, Want: fmt.Sprintf("%d to %d", rawMeta, maxMeta)}
+		return n, &van.FieldError{Field: "rendezvous meta_len", Value: s.metaLen, Want: fmt.Sprintf("%d to %d", rawMeta, maxMeta)}
 	}
 	n.Meta = int(s.metaLen)
-	n.Route.Key = s.key
 	if native {
 		if s.dataNum != nativeSlotRequest {
-			return n, 0, &van.FieldError{Field: "rendezvous data_num", Value: s.dataNum, Want: fmt.Sprint(nativeSlotRequest)}
+			return n, &van.FieldError{Field: "rendezvous data_num", Value: s.dataNum, Want: fmt.Sprint(nativeSlotRequest)}
 		}
-		kind = s.data[1]
-		n.Route.Push, n.Route.Request = kind&kindPush != 0, kind&kindRequest != 0
-		n.OneShot, n.Route.Host = kind&kindOneShot != 0, kind&kindHost != 0
-		if s.data[0] > roundedData || s.data[2] > s.data[0] {
-			return n, 0, &van.FieldError{Field: "rendezvous data_len", Value: s.data[0], Want: fmt.Sprintf("%d to %d", s.data[2], uint64(roundedData))}
+		if s.data[0] > roundedData {
+			return n, &van.FieldError{Field: "rendezvous data_len", Value: s.data[0], Want: fmt.Sprintf("0 to %d", uint64(roundedData))}
 		}
-		n.Data, n.Exact = int(s.data[0]), int(s.data[2])
-		return n, kind, nil
+		n.OneShot, n.Route.Host = s.data[1]&kindOneShot != 0, s.data[1]&kindHost != 0
+		n.Data = int(s.data[0])
+		n.Route.Class, _ = rendezvous.Class(n.Data)
+		return n, nil
 	}
+	n.Route.Key = s.key
 	if s.dataNum > van.MaxFrames {
-		return n, 0, &van.FieldError{Field: "rendezvous data_num", Value: s.dataNum, Want: fmt.Sprintf("0 to %d", van.MaxFrames)}
+		return n, &van.FieldError{Field: "rendezvous data_num", Value: s.dataNum, Want: fmt.Sprintf("0 to %d", van.MaxFrames)}
 	}
 	if s.dataNum >= 2 {
 		if s.data[1] > maxData {
-			return n, 0, &van.FieldError{Field: "rendezvous data_len", Value: s.data[1], Want: fmt.Sprintf("0 to %d", maxData)}
+			return n, &van.FieldError{Field: "rendezvous data_len", Value: s.data[1], Want: fmt.Sprintf("0 to %d", maxData)}
 		}
 		n.Data = int(s.data[1])
-		n.Exact = n.Data
 	}
-	return n, 0, nil
+	return n, nil
 }
 
 // roundedData is maxData rounded up to its size class.
@@ -221,10 +218,9 @@ const slotReplyLen = 48
 
 // Flags of a reply to a native node.
 const (
-	replyShared  = 1 << iota // the slot serves all keys of its size class
-	replyRefused             // there is no slot
-	replyNone                // with replyShared: no slot is granted, the peer has enough shared ones
+	replyRefused = 1 << iota // there is no slot
 	replyBudget              // with replyRefused: it exceeds the budget of one peer
+	replyBuffer              // there is no slot: the key's receive buffer has been announced
 )
 
 func (r *slotReply) put(b []byte) {
@@ -254,6 +250,7 @@ const rawMeta = 288
 // Offsets in an encoded meta that this transport sets itself.
 const (
 	metaKey     = 80
+	metaAddr    = 88
 	metaOption  = 100
 	metaCounter = 264
 	metaSlaves  = 280
