@@ -64,8 +64,8 @@ func (p *peer) assembles(msg *van.Message) bool {
 
 func isInline(v *backend.Mem) bool { return v.Len() <= inlineValue && v.OnHost() }
 
-// fillParts takes over the parts of msg, a batch. zeroCopy reports that the device reads values from the caller's memory.
-func (o *outgoing) fillParts(msg *van.Message) (zeroCopy bool) {
+// fillParts takes over the parts of msg, a batch.
+func (o *outgoing) fillParts(msg *van.Message) {
 	o.inMeta, o.inline = true, 0
 	o.parts = slices.Grow(o.parts[:0], len(msg.Parts))[:len(msg.Parts)]
 	for i := range msg.Parts {
@@ -82,11 +82,10 @@ func (o *outgoing) fillParts(msg *van.Message) (zeroCopy bool) {
 			o.copies = append(o.copies, x.Vals.Host()...)
 			o.inline += aligned(v.len)
 		default:
-			v.mem, zeroCopy = x.Vals, true
+			v.mem, o.zeroCopy, o.done = x.Vals, true, msg.Done
 			v.mem.Retain() // recycle releases it
 		}
 	}
-	return zeroCopy
 }
 
 // writes returns the number of work requests that o may need on one queue pair.

@@ -2,7 +2,6 @@ package rdma
 
 import (
 	"fmt"
-	"slices"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -41,14 +40,15 @@ type outgoing struct {
 	id            requestID
 	canceled      bool // the memory of the frames belongs to the caller again
 
-	frames int
-	lens   [van.MaxFrames]uint32
-	data   [van.MaxFrames]backend.Mem // registered memory of the caller; empty if the frame was copied
-	copies []byte                     // the copied frames, each aligned
-	done   van.Completion
-	size   int  // bytes of payload
-	unsent int  // part of size that peer.unsent includes
-	inMeta bool // all frames were copied, and fit behind the meta; true of a batch
+	frames   int
+	lens     [van.MaxFrames]uint32
+	data     [van.MaxFrames]backend.Mem // registered memory of the caller; empty if the frame was copied
+	copies   []byte                     // the copied frames, each aligned
+	done     van.Completion
+	zeroCopy bool // the device reads a value from the caller's memory
+	size     int  // bytes of payload
+	unsent   int  // part of size that peer.unsent includes
+	inMeta   bool // all frames were copied, and fit behind the meta; true of a batch
 
 	parts  []outPart // of a batch
 	inline int       // bytes of a batch's inline values, each aligned
@@ -85,17 +85,14 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	o.frames, o.size, o.lens = msg.Frames, size, [van.MaxFrames]uint32{}
 	o.destination, o.direct, o.singleKey, o.pullLen, o.invalidated = backend.Mem{}, false, false, 0, false
 	o.id, o.canceled = requestID{msg.AppID, msg.CustomerID, msg.Timestamp}, false
-	o.copies, o.parts = o.copies[:0], o.parts[:0]
+	o.copies, o.parts, o.zeroCopy = o.copies[:0], o.parts[:0], false
 	if msg.IsBatch() {
-		if o.fillParts(msg) {
-			o.done = msg.Done
-		}
+		o.fillParts(msg)
 		return nil
 	}
 	if !control && msg.Frames >= 2 && msg.Keys.Len() == 8 && msg.Keys.OnHost() {
 		o.useSingleKeyForm(msg)
 	}
-	zeroCopy := false
 	for i := range msg.Frames {
 		f := msg.Frame(i)
 		o.lens[i], o.data[i] = uint32(f.Len()), backend.Mem{}
@@ -108,15 +105,15 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 		}
 		o.data[i] = f
 		f.Retain() // recycle releases it
-		zeroCopy = true
+		o.zeroCopy = true
 	}
 	if n := o.packedLen(); n > maxData {
 		return fmt.Errorf("%w: %d bytes of payload, each frame aligned to %d, want at most %d", van.ErrInvalid, n, frameAlign, maxData)
 	}
-	if zeroCopy {
+	if o.zeroCopy {
 		o.done = msg.Done
 	}
-	o.inMeta = !zeroCopy && o.frames > 0 && len(o.copies) > 0 && aligned(len(o.meta))+o.packedLen()+trailerLen <= conn.CellSize
+	o.inMeta = !o.zeroCopy && o.frames > 0 && len(o.copies) > 0 && aligned(len(o.meta))+o.packedLen()+trailerLen <= conn.CellSize
 	return nil
 }
 
@@ -145,7 +142,7 @@ func (o *outgoing) useSingleKeyForm(msg *van.Message) {
 
 // isZeroCopy reports whether o is a request whose value the device reads from the caller's memory.
 func (o *outgoing) isZeroCopy() bool {
-	return o.request && !o.oneShot && (o.data != [van.MaxFrames]backend.Mem{} || slices.ContainsFunc(o.parts, func(x outPart) bool { return x.mem.Len() > 0 }))
+	return o.request && !o.oneShot && o.zeroCopy
 }
 
 // packedLen returns the number of bytes that are written to the slot's data.
