@@ -31,8 +31,8 @@ func (v *rvan) Invalidate(m backend.Mem) {
 			}
 		}
 		p.sender.Each(func(o *outgoing) {
-			if o.destination.Overlaps(m) {
-				o.destination, o.invalidated = backend.Mem{}, true
+			if o.answer.into.Overlaps(m) {
+				o.answer.into, o.answer.unwanted = backend.Mem{}, true
 			}
 			for i := range o.parts {
 				if x := &o.parts[i]; x.into.Overlaps(m) {

@@ -30,13 +30,10 @@ type outgoing struct {
 	request, push bool
 	singleKey     bool // in StepMesh's form: one key, which the meta repeats
 	key           uint64
-	destination   backend.Mem
-	pullKey       pullKey
+	answer        pulledAnswer
 	direct        bool // the value is written to addr with rkey
 	addr          uint64
 	rkey          uint32
-	pullLen       int  // length of a pull request's answer
-	invalidated   bool // no caller waits for the answer any more
 	id            requestID
 	canceled      bool // the memory of the frames belongs to the caller again
 
@@ -52,6 +49,14 @@ type outgoing struct {
 
 	parts  []outPart // of a batch
 	inline int       // bytes of a batch's inline values, each aligned
+}
+
+// pulledAnswer says where the answer to a pull request belongs.
+type pulledAnswer struct {
+	into     backend.Mem
+	key      pullKey
+	len      int
+	unwanted bool // no caller waits for the answer any more
 }
 
 // smallPayload is the largest payload whose frames Send copies: a copy costs less than registering the caller's memory.
@@ -83,7 +88,7 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	o.control = msg.IsControl()
 	o.oneShot, o.request, o.push, o.key = control, msg.Request, msg.Push, msg.Key
 	o.frames, o.size, o.lens = msg.Frames, size, [van.MaxFrames]uint32{}
-	o.destination, o.direct, o.singleKey, o.pullLen, o.invalidated = backend.Mem{}, false, false, 0, false
+	o.answer.into, o.direct, o.singleKey, o.answer.len, o.answer.unwanted = backend.Mem{}, false, false, 0, false
 	o.id, o.canceled = requestID{msg.AppID, msg.CustomerID, msg.Timestamp}, false
 	o.copies, o.parts, o.zeroCopy = o.copies[:0], o.parts[:0], false
 	if msg.IsBatch() {
@@ -130,9 +135,9 @@ func (o *outgoing) useSingleKeyForm(msg *van.Message) {
 	le.PutUint64(o.meta[metaKey:], key)
 	o.singleKey, o.key = true, key
 	if pull {
-		o.pullLen = int(msg.ValLen)
-		if msg.Into.Len() == o.pullLen && msg.Addr == msg.Into.Addr() {
-			o.destination, o.pullKey = msg.Into, keyOf(&msg.Meta)
+		o.answer.len = int(msg.ValLen)
+		if msg.Into.Len() == o.answer.len && msg.Addr == msg.Into.Addr() {
+			o.answer.into, o.answer.key = msg.Into, keyOf(&msg.Meta)
 		}
 	}
 	if !msg.Request && !msg.Push && msg.Option != 0 && msg.Vals.Len() > 0 {

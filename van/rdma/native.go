@@ -80,6 +80,38 @@ func (d *nativeOut) requestAnswered(*rendezvous.Sender[*outgoing], uint64, bool)
 // mustSend: an answer to an invalidated request is sent, since the receiver drops it.
 func (d *nativeOut) mustSend(*outgoing) bool { return true }
 
+// place decides where the values of o are written, and returns the bytes of those that are written to the slot.
+func (d *nativeOut) place(o *outgoing) (slot int) {
+	if !o.isBatch() {
+		if b := d.buffers[o.key]; o.request && o.push && o.singleKey && o.data[1].Len() > 0 {
+			if o.direct = b.len >= int(o.lens[1]); o.direct {
+				o.addr, o.rkey = b.addr, b.rkey
+				le.PutUint64(o.meta[metaAddr:], b.addr)
+			}
+		}
+		if o.direct || o.inMeta || o.request && !o.push && o.singleKey {
+			return 0
+		}
+		return o.packedLen()
+	}
+	for i := range o.parts {
+		x := &o.parts[i]
+		if x.mem.Len() == 0 {
+			continue
+		}
+		if o.request {
+			b := d.buffers[x.key]
+			x.addr, x.rkey, x.placed = b.addr, b.rkey, b.len >= x.len
+		} else {
+			x.placed = x.rkey != 0
+		}
+		if !x.placed {
+			slot = aligned(slot) + x.len
+		}
+	}
+	return slot
+}
+
 func (d *nativeOut) layout(o *outgoing) (n int, inMeta bool) {
 	if o.isBatch() {
 		return aligned(len(o.meta)) + aligned(placementLen*len(o.parts)) + o.inline + trailerLen, true

@@ -110,7 +110,7 @@ func (p *peer) recycle(o *outgoing) {
 		o.parts[i].mem.Release()
 	}
 	clear(o.parts)
-	o.done, o.destination, o.data, o.parts = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}, o.parts[:0]
+	o.done, o.answer.into, o.data, o.parts = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}, o.parts[:0]
 	if len(p.free) < 256 && cap(o.meta) <= 4*metaRoom && cap(o.copies) <= 2*stageEach && cap(o.parts) <= keptParts {
 		p.free = append(p.free, o)
 	}

@@ -27,14 +27,17 @@ func (p *peer) handleSlotReply(l *link, r *slotReply) bool {
 	return ok
 }
 
-// endPull ends the request that msg answers. It returns the memory of the request's destination, if msg refers to it. If value is the
+// openPulls are the pull requests of a peer that have not been answered.
+type openPulls struct{ *peer }
+
+// end ends the request that msg answers. It returns the memory of the request's destination, if msg refers to it. If value is the
 // answer's value and has the right length, it is copied there. The copy must happen under the lock: after it, Invalidate may have given
 // the memory back to the caller.
-func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied bool) {
+func (p openPulls) end(msg *van.Meta, value []byte) (mem backend.Mem, copied bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !msg.Push {
-		mem, copied = p.takePull(keyOf(msg), msg.Addr, int(msg.ValLen), value)
+		mem, copied = p.take(keyOf(msg), msg.Addr, int(msg.ValLen), value)
 	}
 	if l := p.link; l != nil && l.dialect.requestAnswered(p.sender, msg.Key, msg.Push) {
 		p.pump()
@@ -43,8 +46,8 @@ func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied boo
 	return mem, copied
 }
 
-// takePull ends pull k, whose answer has n bytes for the destination at addr. It does what endPull does. p.mu is held.
-func (p *peer) takePull(k pullKey, addr uint64, n int, value []byte) (mem backend.Mem, copied bool) {
+// take ends pull k, whose answer has n bytes for the destination at addr. It does what end does. p.mu is held.
+func (p openPulls) take(k pullKey, addr uint64, n int, value []byte) (mem backend.Mem, copied bool) {
 	x, ok := p.pulls[k]
 	if !ok {
 		return mem, false
@@ -60,17 +63,17 @@ func (p *peer) takePull(k pullKey, addr uint64, n int, value []byte) (mem backen
 	return mem, copied
 }
 
-// endPull calls peer.endPull for the peer with this node id, if there is one.
+// endPull calls openPulls.end for the peer with this node id, if there is one.
 func (v *node) endPull(node int, m *van.Meta, value []byte) (into backend.Mem, copied bool) {
 	if p := (*v.tables.peers.Load())[node]; p != nil {
-		return p.endPull(m, value)
+		return openPulls{p}.end(m, value)
 	}
 	return backend.Mem{}, false
 }
 
-// releasePulls releases the destinations that a StepMesh node will no longer write to, since its connection has ended. again says that
+// release releases the destinations that a StepMesh node will no longer write to, since its connection has ended. again says that
 // it has connected again: answers to requests on p.link may then still be sent.
-func (p *peer) releasePulls(again bool) {
+func (p openPulls) release(again bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for k, x := range p.pulls {

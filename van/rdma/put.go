@@ -74,8 +74,8 @@ func (p *peer) stageMeta(r *conn.Record[sentMessage], o *outgoing, stage []byte,
 	if err := l.registerValues(r, o); err != nil {
 		return nil, err
 	}
-	if o.destination.Len() > 0 {
-		rkey, err := p.registerDestination(l, o.destination, o.pullKey)
+	if o.answer.into.Len() > 0 {
+		rkey, err := p.registerDestination(l, o.answer.into, o.answer.key)
 		if err != nil {
 			return nil, err
 		}
@@ -334,3 +334,41 @@ func (p *peer) returnSlots() {
 		p.sender.ReturnsSent(t.n)
 	}
 }
+
+// addParts writes the placements and the inline values of o, a batch, to b, and adds the writes of its other values.
+func (l *link) addParts(id uint32, o *outgoing, at *rendezvous.RemoteSlot, b []byte, split bool) {
+	regions := l.queue.Record(id).Regions
+	last := -1 // the last value that is split
+	for i := range o.parts {
+		if split && o.parts[i].splits() {
+			last = i
+		}
+	}
+	inline, copies, slot := b[aligned(placementLen*len(o.parts)):], o.copies, 0
+	for i := range o.parts {
+		x := &o.parts[i]
+		t := placement{addr: x.addr, rkey: x.rkey}
+		switch {
+		case x.len == 0:
+		case x.mem.Len() == 0:
+			copy(inline, copies[:x.len])
+			inline, copies = inline[aligned(x.len):], copies[x.len:]
+		default:
+			wr := verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: x.addr, RKey: x.rkey, LocalAddr: x.mem.Addr(), Len: uint32(x.len), LKey: regions[0].MR.LKey()}
+			regions = regions[1:]
+			if t.where = valueInPlace; !x.placed {
+				t.where, slot = valueInSlot, aligned(slot)
+				wr.RemoteAddr, wr.RKey = at.Data+uint64(slot), at.DataKey
+				slot += x.len
+			}
+			if split && x.splits() {
+				l.addSplit(id, wr, at.Index, i == last)
+			} else {
+				l.queue.AddValue(id, wr)
+			}
+		}
+		t.put(b[placementLen*i:])
+	}
+}
+
+func (x *outPart) splits() bool { return x.mem.Len() >= minSplit }

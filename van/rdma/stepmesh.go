@@ -21,12 +21,12 @@ func (d *stepmeshOut) check(o *outgoing) error {
 	switch {
 	case o.isBatch():
 		return fmt.Errorf("%w: a batch: the node table names a node of this library, and a node of the C++ library answers", van.ErrInvalid)
-	case o.invalidated, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
+	case o.answer.unwanted, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
 		return nil
-	case o.request && o.singleKey && (o.push && o.lens[1] > 0 || !o.push && o.destination.Len() > 0):
+	case o.request && o.singleKey && (o.push && o.lens[1] > 0 || !o.push && o.answer.into.Len() > 0):
 		// The peer has one buffer for all requests of a key, whose size the first request sets. It writes only pushes there. It
 		// answers pulls to the address in the request.
-		n := max(int(o.lens[1]), o.pullLen)
+		n := max(int(o.lens[1]), o.answer.len)
 		have, known := d.keySizes[o.key]
 		if !known {
 			d.keySizes[o.key] = n
@@ -57,8 +57,8 @@ func (d *stepmeshOut) completeRequest(s *slotRequest, o *outgoing, _ rendezvous.
 	for i := range o.frames {
 		s.data[i] = uint64(o.lens[i])
 	}
-	if o.pullLen > 0 {
-		s.data[1] = uint64(min(o.pullLen, d.keySizes[o.key]))
+	if o.answer.len > 0 {
+		s.data[1] = uint64(min(o.answer.len, d.keySizes[o.key]))
 	}
 }
 
@@ -75,7 +75,7 @@ func (d *stepmeshOut) requestAnswered(snd *rendezvous.Sender[*outgoing], key uin
 }
 
 // mustSend: an answer to an invalidated request must not be sent, since the peer would still write to the memory.
-func (d *stepmeshOut) mustSend(o *outgoing) bool { return !o.invalidated }
+func (d *stepmeshOut) mustSend(o *outgoing) bool { return !o.answer.unwanted }
 
 func (d *stepmeshOut) layout(o *outgoing) (n int, inMeta bool) { return len(o.meta), false }
 
