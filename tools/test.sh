@@ -2,8 +2,8 @@
 # Runs the tests in two parts. Each test runs in at least one of them, except some on emulated RDMA devices.
 #   test.sh        the part of "make test": all packages, and the Python tests with PyTorch
 #   test.sh long   the part of "make test-long": the race detector, and the tests that the first part leaves out. This part
-#                  has two halves: "test.sh computed" only computes, also in simulated clusters, with no limits of real time;
-#                  "test.sh real" waits for real processes and times. They run side by side
+#                  has two halves, which run side by side: "test.sh computed", steps without limits of real time, and
+#                  "test.sh real", steps with such limits
 #   test.sh list   prints the packages that run with the race detector, and the tests that run in full in the second part only
 # A step that fails does not keep the next ones from running, unless nothing can be built.
 # The last lines say how each step ended.
@@ -21,8 +21,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 usage_if_asked 'usage: tools/test.sh [long | computed | real | list]
   no argument  what "make test" runs
   long         what "make test" leaves out
-  computed     the half of long that only computes
-  real         the half of long that waits for real time
+  computed     the half of long without limits of real time
+  real         the half of long with limits of real time
   list         which package and test runs where' "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -188,7 +188,8 @@ collect() {
     note "$name" ', beside others' || true
   done
 }
-# real_steps runs the half of long that has limits of real time. Each step waits a third of its time, so two of them run at a time.
+# real_steps runs the half of long that has limits of real time. Each step waits a third of its time, so two of them
+# run at a time: one in front, the others beside it, one after the other.
 real_steps() {
   local why beside=(processes full)
   if why="$(tools/python/test.sh --ready 2>&1)"; then beside+=(pythons); else skip pythons "$why"; fi

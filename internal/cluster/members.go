@@ -23,7 +23,7 @@ type members struct {
 func (m *members) updateProcesses(outs []membership.Output, scheduler uint32) {
 	if scheduler != 0 && m.self.role != van.Scheduler && scheduler != m.processes.of(van.SchedulerID).incarnation {
 		m.pending.setProcess(van.SchedulerID, scheduler, false)
-		m.pending.deliverPending(van.SchedulerID) // its connection is older
+		m.pending.deliverPending(van.SchedulerID) // this node connected to the scheduler before it learned the incarnation
 	}
 	for _, o := range outs {
 		if o, ok := o.(membership.PeerReplaced); ok {

@@ -30,7 +30,7 @@ type pendingMessages struct {
 	changed       sync.Cond // a message was delivered, or closed was set
 	queues        map[int]*pendingQueue
 	bytes         int
-	refused       int // number of queued messages with a reason to refuse them
+	refused       int // number of queued refusals
 	expiry        *time.Timer
 	closed        bool
 	dropped       logx.Sparse
@@ -108,7 +108,7 @@ func (s *pendingMessages) addCancel(incarnation uint32, app int, w Canceled) boo
 	return true
 }
 
-// deliverLate delivers what was queued of a process whose earlier messages have all been delivered meanwhile.
+// deliverLate starts the delivery of what was queued of process id again, if all its earlier messages have been delivered meanwhile.
 // processes.mu and mu are held.
 func (s *pendingMessages) deliverLate(id int, incarnation uint32) {
 	if p := s.processes.of(id); p.incarnation == incarnation && !p.hasPending {
@@ -160,7 +160,7 @@ func (s *pendingMessages) enqueue(msg *van.Message) bool {
 		}
 		v := s.queues[msg.Sender]
 		if v == nil {
-			v = &pendingQueue{} // add enters the queue
+			v = &pendingQueue{} // add stores the queue with its first message
 		}
 		switch {
 		case s.closed:
@@ -224,7 +224,8 @@ func (s *pendingMessages) droppedByVan(msg *van.Message, why string) {
 	}
 }
 
-// refuse queues the refusal of msg, which is dropped, if it is a request. mu is held.
+// refuse queues a refusal in place of msg, which the caller drops, if msg is a request of a native process to this one, and fewer than
+// maxQueuedRequests refusals are queued. mu is held.
 func (s *pendingMessages) refuse(msg *van.Message, why string) {
 	if from, to := msg.Incarnations(); !msg.Request || s.refused >= maxQueuedRequests || from == 0 || to != s.self.incarnation {
 		return

@@ -211,7 +211,7 @@ func newNode(o Options) (*Node, error) {
 		return nil, errors.Join(err, n.device.close())
 	}
 	options := van.Options{Config: cfg, Log: n.log, Backend: n.Backend(), Incarnation: n.incarnation}
-	if !cfg.Resend { // otherwise the sender sends it again
+	if !cfg.Resend { // with PS_RESEND the sender repeats a dropped message
 		options.OnDropped = n.pending.droppedByVan
 	}
 	n.transport.stack, err = stack.New(stack.Options{Options: options, Role: role, Transport: o.Van, OnFail: n.resendFailed})

@@ -85,7 +85,8 @@ func (o *outgoing) fillParts(msg *van.Message) {
 	}
 }
 
-// writes returns the number of work requests that o may need on one queue pair.
+// writes returns the number of work requests of o, a batch, on one queue pair. It returns 1 for another message: conn.SendQueue reserves
+// enough for that.
 func (o *outgoing) writes() int {
 	n := 1
 	for i := range o.parts {

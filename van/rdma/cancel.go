@@ -32,7 +32,7 @@ func (v *rvan) Invalidate(m backend.Mem) {
 		}
 		p.sender.Each(func(o *outgoing) {
 			if o.answer.into.Overlaps(m) {
-				o.answer.into, o.answer.unwanted = backend.Mem{}, true
+				o.answer.into, o.answer.invalidated = backend.Mem{}, true
 			}
 			for i := range o.parts {
 				if x := &o.parts[i]; x.into.Overlaps(m) {

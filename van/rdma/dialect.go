@@ -12,7 +12,7 @@ import (
 type outboundDialect interface {
 	// check refuses a message that the receiver would not understand or would abort on.
 	check(o *outgoing) error
-	// need returns what o needs at its receiver.
+	// need decides where the values of o are written, stores that in o, and returns the slot that o needs.
 	need(o *outgoing) rendezvous.Need
 	// completeRequest completes the slot request for o.
 	completeRequest(s *slotRequest, o *outgoing, need rendezvous.Need)

@@ -45,7 +45,7 @@ type outgoing struct {
 	zeroCopy bool // the device reads a value from the caller's memory
 	size     int  // bytes of payload
 	unsent   int  // part of size that peer.unsent includes
-	inMeta   bool // all frames were copied, and fit behind the meta; true of a batch
+	inMeta   bool // the frames, or the placements and inline values of a batch, are between the meta and the trailer
 
 	parts  []outPart // of a batch
 	inline int       // bytes of a batch's inline values, each aligned
@@ -53,10 +53,10 @@ type outgoing struct {
 
 // pulledAnswer says where the answer to a pull request belongs.
 type pulledAnswer struct {
-	into     backend.Mem
-	key      pullKey
-	len      int
-	unwanted bool // no caller waits for the answer any more
+	into        backend.Mem
+	key         pullKey
+	len         int
+	invalidated bool // no caller waits for the answer any more
 }
 
 // smallPayload is the largest payload whose frames Send copies: a copy costs less than registering the caller's memory.
@@ -88,7 +88,7 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	o.control = msg.IsControl()
 	o.oneShot, o.request, o.push, o.key = control, msg.Request, msg.Push, msg.Key
 	o.frames, o.size, o.lens = msg.Frames, size, [van.MaxFrames]uint32{}
-	o.answer.into, o.direct, o.singleKey, o.answer.len, o.answer.unwanted = backend.Mem{}, false, false, 0, false
+	o.answer.into, o.direct, o.singleKey, o.answer.len, o.answer.invalidated = backend.Mem{}, false, false, 0, false
 	o.id, o.canceled = requestID{msg.AppID, msg.CustomerID, msg.Timestamp}, false
 	o.copies, o.parts, o.zeroCopy = o.copies[:0], o.parts[:0], false
 	if msg.IsBatch() {

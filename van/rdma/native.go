@@ -80,7 +80,7 @@ func (d *nativeOut) requestAnswered(*rendezvous.Sender[*outgoing], uint64, bool)
 // mustSend: an answer to an invalidated request is sent, since the receiver drops it.
 func (d *nativeOut) mustSend(*outgoing) bool { return true }
 
-// place decides where the values of o are written, and returns the bytes of those that are written to the slot.
+// place decides where the values of o are written, and stores that in o. It returns how many bytes are written to the slot's value memory.
 func (d *nativeOut) place(o *outgoing) (slot int) {
 	if !o.isBatch() {
 		if b := d.buffers[o.key]; o.request && o.push && o.singleKey && o.data[1].Len() > 0 {

@@ -27,7 +27,7 @@ func (p *peer) handleSlotReply(l *link, r *slotReply) bool {
 	return ok
 }
 
-// openPulls are the pull requests of a peer that have not been answered.
+// openPulls is the view of a peer on its pull requests that have not been answered.
 type openPulls struct{ *peer }
 
 // end ends the request that msg answers. It returns the memory of the request's destination, if msg refers to it. If value is the
@@ -46,7 +46,7 @@ func (p openPulls) end(msg *van.Meta, value []byte) (mem backend.Mem, copied boo
 	return mem, copied
 }
 
-// take ends pull k, whose answer has n bytes for the destination at addr. It does what end does. p.mu is held.
+// take removes pull k. It returns the destination if addr and n are its address and length, and copies value there. p.mu is held.
 func (p openPulls) take(k pullKey, addr uint64, n int, value []byte) (mem backend.Mem, copied bool) {
 	x, ok := p.pulls[k]
 	if !ok {

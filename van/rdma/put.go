@@ -197,7 +197,7 @@ func (l *link) registerValues(r *conn.Record[sentMessage], o *outgoing) error {
 	return nil
 }
 
-// registerDestination registers mem, the destination of the answer to pull k, and returns its key.
+// registerDestination registers mem, the destination of the answer to pull k, and returns the rkey.
 func (p *peer) registerDestination(l *link, mem backend.Mem, k pullKey) (rkey uint32, err error) {
 	reg, err := l.device.regions.Get(mem, verbs.LocalWrite|verbs.RemoteWrite)
 	if err != nil {

@@ -44,7 +44,7 @@ type slotMemory struct {
 	meta   conn.Cell
 	data   backend.Mem
 	area   *area        // contains data
-	region *conn.Region // of a registered receive buffer
+	region *conn.Region // of a receive buffer to which a StepMesh node writes; otherwise nil
 	bytes  int          // registered for meta
 }
 

@@ -21,7 +21,7 @@ func (d *stepmeshOut) check(o *outgoing) error {
 	switch {
 	case o.isBatch():
 		return fmt.Errorf("%w: a batch: the node table names a node of this library, and a node of the C++ library answers", van.ErrInvalid)
-	case o.answer.unwanted, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
+	case o.answer.invalidated, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
 		return nil
 	case o.request && o.singleKey && (o.push && o.lens[1] > 0 || !o.push && o.answer.into.Len() > 0):
 		// The peer has one buffer for all requests of a key, whose size the first request sets. It writes only pushes there. It
@@ -75,7 +75,7 @@ func (d *stepmeshOut) requestAnswered(snd *rendezvous.Sender[*outgoing], key uin
 }
 
 // mustSend: an answer to an invalidated request must not be sent, since the peer would still write to the memory.
-func (d *stepmeshOut) mustSend(o *outgoing) bool { return !o.answer.unwanted }
+func (d *stepmeshOut) mustSend(o *outgoing) bool { return !o.answer.invalidated }
 
 func (d *stepmeshOut) layout(o *outgoing) (n int, inMeta bool) { return len(o.meta), false }
 

@@ -124,8 +124,8 @@ func decodeHandshake(b []byte) (handshake, error) {
 }
 
 // slotRequest is a slot request, StepMesh's RendezvousStart. A native node sets dataNum to nativeSlotRequest. Then data[0] is the number of
-// bytes wanted, and data[1] the kind of message. If it is a push, its key may have a receive buffer, and data[2] is the number of bytes of
-// its value.
+// bytes wanted, and data[1] the kind of message. For a push, key is the tensor's key and data[2] the length of its
+// value, so that the receiver can announce a receive buffer.
 type slotRequest struct {
 	metaLen, dataNum uint64
 	data             [4]uint64
@@ -351,7 +351,7 @@ func (t *trailer) get(b []byte) error {
 	return nil
 }
 
-// placement says where the value of a batch's part is, and in a pull request where its answer belongs.
+// placement tells the receiver where the value of a part of a batch is. In a pull request it names the destination of the answer.
 type placement struct {
 	addr  uint64 // of a pull and of its answer: the destination; of a push: the receive buffer
 	rkey  uint32 // of addr; 0: the peer may not write there

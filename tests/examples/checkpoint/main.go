@@ -57,7 +57,7 @@ func (s *store) handle(r kv.Request[float32]) {
 }
 
 // save writes the values to a new file and renames it, so that no half-written file is ever read.
-// Two workers can ask at once: the second save waits until the first has renamed the file.
+// Two workers can request a save at the same time: the second save waits until the first has renamed the file.
 func (s *store) save(file string) error {
 	s.saving.Lock()
 	defer s.saving.Unlock()

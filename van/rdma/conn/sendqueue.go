@@ -74,7 +74,8 @@ func NewSendQueue[T any](dev verbs.Device, qps []verbs.QP, serial uint32, depth,
 	return p, nil
 }
 
-// CanBegin reports whether Begin would succeed for a message of n work requests on each queue pair.
+// CanBegin reports whether a record is free, and each queue pair has room for n work requests, at least for those of a message that is
+// not a batch.
 func (p *SendQueue[T]) CanBegin(n int) bool {
 	if p.Broken || len(p.free) == 0 {
 		return false
@@ -87,7 +88,7 @@ func (p *SendQueue[T]) CanBegin(n int) bool {
 	return true
 }
 
-// Begin takes a record if there is one, and if the work requests of a message other than a batch fit into all queue pairs.
+// Begin takes a record if CanBegin(0) is true. For a batch, the caller has called CanBegin.
 func (p *SendQueue[T]) Begin() (id uint32, r *Record[T], stage []byte, ok bool) {
 	if !p.CanBegin(0) {
 		return 0, nil, nil, false
@@ -186,13 +187,13 @@ func (p *SendQueue[T]) Probe() error {
 	return p.Post()
 }
 
-// Finished holds what a finished record has used. Its user calls End without its lock.
+// Finished is the note of a finished record, and its large block. The caller calls End without its lock.
 type Finished[T any] struct {
 	Note  T
 	large *Block
 }
 
-// End releases the memory.
+// End frees the block.
 func (f *Finished[T]) End() {
 	if f.large != nil {
 		_ = f.large.Close()
