@@ -94,7 +94,7 @@ func TestKilled(t *testing.T) {
 				t.Fatalf("round %d: %v, want ErrPeerLost of worker 1", round, err)
 			}
 			victim.Ended()
-			if err := w.Close(); err != nil {
+			if err := w.Close(); err != nil && !errors.Is(err, van.ErrPeerLost) { // a signal may be lost before the communicator knows of the loss
 				t.Errorf("round %d: close: %v", round, err)
 			}
 			old := w

@@ -22,21 +22,21 @@ var (
 )
 
 // cost returns the number of bytes that would be registered for the requested slot.
-func (in slotSet) cost(s *slotRequest, need rendezvous.Need) int {
+func (in slotSet) cost(s *slotRequest, need rendezvous.Need, kind uint64) int {
 	n := metaBytes(need.Meta)
 	if !in.dialect.needsData(need) {
 		return n
 	}
-	if _, ok := in.registeredBuffer(s, need); ok {
+	if _, ok := in.registeredBuffer(s, need, kind); ok {
 		return n
 	}
-	return n + in.dialect.dataCost(s, need)
+	return n + in.dialect.dataCost(s, need, kind)
 }
 
 // withinBudget returns nil if the bytes of a slot request are within the budgets, else the reason. Control messages may exceed the
 // budgets by a quarter.
-func (in slotSet) withinBudget(s *slotRequest, need rendezvous.Need) error {
-	v, n := in.v, int64(in.cost(s, need))
+func (in slotSet) withinBudget(s *slotRequest, need rendezvous.Need, kind uint64) error {
+	v, n := in.v, int64(in.cost(s, need, kind))
 	perPeer, total := v.budget.perPeer, v.budget.total
 	if s.priority() == controlPriority {
 		perPeer, total = perPeer+perPeer/4, total+total/4

@@ -31,13 +31,8 @@ func (v *rvan) Invalidate(m backend.Mem) {
 			}
 		}
 		p.sender.Each(func(o *outgoing) {
-			if o.answer.into.Overlaps(m) {
-				o.answer.into, o.answer.invalidated = backend.Mem{}, true
-			}
-			for i := range o.parts {
-				if x := &o.parts[i]; x.into.Overlaps(m) {
-					x.into = backend.Mem{}
-				}
+			if o.destination.Overlaps(m) {
+				o.destination, o.invalidated = backend.Mem{}, true
 			}
 		})
 		p.mu.Unlock()
