@@ -45,7 +45,7 @@ type earlyCancel struct {
 // usage is the number of queued messages and bytes of one sender.
 type usage struct {
 	messages, bytes int
-	since           uint64 // when messages was last 0
+	since           uint64 // when messages was last 0: the beginning of its backlog
 }
 
 // enqueue queues a request for an application that does not exist yet, or refuses it. It returns the customer if that
@@ -151,7 +151,7 @@ func (a *apps) tryEnqueue(k appKey, msg *van.Message, inPoll bool) (c *Customer,
 }
 
 // delaysOthers reports whether a wait with msg may delay requests of its sender for an application that this node has. Nodes of
-// one role send each other messages of collectives and windows, which have no answer: refusing them would help nobody.
+// one role send each other messages of collectives and windows, which have no answer: a refusal would not end their wait.
 func (a *apps) delaysOthers(msg *van.Message) bool {
 	return van.RoleOf(msg.Sender) != a.role && slices.ContainsFunc(a.customers(), func(c *Customer) bool { return c.serves })
 }
