@@ -125,6 +125,37 @@ func TestRefusalsReachTheNewProcess(t *testing.T) {
 	}
 }
 
+// TestPendingOfTwoProcesses: a process is connected while messages of the one that has replaced it are queued already.
+// They stay queued until its record arrives.
+func TestPendingOfTwoProcesses(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		cfg := DefaultConfig()
+		cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
+		n := keptNode(cfg, slog.New(slog.DiscardHandler))
+		var got []int32 // timestamps
+		if _, err := n.App().AddCustomer(7, 7, func(m *van.Message) {
+			got = append(got, m.Timestamp)
+		}); err != nil {
+			t.Fatal(err)
+		}
+		n.pending.setProcess(9, 2, false)
+		for i, incarnation := range []uint32{2, 3} {
+			m := earlyRequest(n, int32(i+1), 0)
+			m.SetIncarnations(incarnation, n.incarnation)
+			n.receive(m)
+		}
+		for _, want := range [][]int32{{1}, {1, 2}} {
+			n.pending.deliverPending(9)
+			synctest.Wait()
+			if !slices.Equal(got, want) {
+				t.Errorf("messages %d were delivered, want %d", got, want)
+			}
+			n.pending.setProcess(9, 3, false)
+		}
+		n.apps.close()
+	})
+}
+
 // TestRefusedBeforeKnown: a request of an unknown process that exceeds a limit is dropped, and refused when the process is
 // known and connected. Answers, and requests of processes that cannot become members, are only
 // dropped. A line in the log names the sender, the bytes and the limit.

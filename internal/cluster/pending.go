@@ -355,8 +355,9 @@ func (s *pendingMessages) startDelivery(id int) {
 }
 
 // deliverAll applies the cancellations of node id and delivers its queued messages, including those that are queued
-// meanwhile.
+// meanwhile. Messages of a process that this node does not know yet stay queued.
 func (s *pendingMessages) deliverAll(id int) {
+	var unknown []pendingMessage
 	for {
 		s.processes.mu.Lock()
 		s.mu.Lock()
@@ -371,7 +372,14 @@ func (s *pendingMessages) deliverAll(id int) {
 			continue
 		}
 		if connected := s.processes.of(id).connected; v == nil || len(v.queue) == 0 || s.closed || !connected {
-			if v != nil {
+			if s.keep(id, unknown) && connected && !s.closed { // their record has arrived meanwhile
+				unknown = nil
+				s.queues[id].delivering = true
+				s.mu.Unlock()
+				s.processes.mu.Unlock()
+				continue
+			}
+			if v = s.queues[id]; v != nil {
 				v.delivering = false
 				if len(v.queue) == 0 {
 					delete(s.queues, id)
@@ -390,6 +398,9 @@ func (s *pendingMessages) deliverAll(id int) {
 		msg, p := e.msg, *s.processes.of(id)
 		p.hasPending = false
 		switch verdict := s.processes.check(msg, &p); {
+		case verdict == postpone:
+			unknown = append(unknown, e)
+			continue
 		case verdict == deliver && e.refused != nil:
 			s.apps.notices.refuse(id, p.epoch, msg.AppID, msg.CustomerID, msg.Timestamp, e.refused)
 		case verdict == deliver:
@@ -399,6 +410,21 @@ func (s *pendingMessages) deliverAll(id int) {
 		}
 		msg.Release()
 	}
+}
+
+// keep queues messages of node id again that could not be delivered. It reports whether one is of the process that has the
+// id now. processes.mu and mu are held.
+func (s *pendingMessages) keep(id int, all []pendingMessage) (known bool) {
+	for _, e := range all {
+		if s.closed {
+			e.msg.Release()
+			continue
+		}
+		from, _ := e.msg.Incarnations()
+		known = known || from == s.processes.of(id).incarnation
+		s.add(id, e)
+	}
+	return known
 }
 
 // close drops the queued messages and ends waits in enqueue.
