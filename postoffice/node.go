@@ -65,7 +65,8 @@ type Path = van.Path
 // Barrier waits until as many members of the group have called it as C++ StepMesh's group barrier counts: one for each group
 // of instances. Only members that have called it are released. customer is usually 0. A call that ends with ctx does not
 // count for the others, unless the scheduler is C++ StepMesh's, which cannot be notified. Barrier fails after
-// STEPAF_BARRIER_TIMEOUT; or, when only lost members are missing, after STEPAF_REPLACE_TIMEOUT unless they are replaced.
+// STEPAF_BARRIER_TIMEOUT; or, when only lost members are missing, after the scheduler's STEPAF_REPLACE_TIMEOUT unless they
+// are replaced.
 func (n *Node) Barrier(ctx context.Context, customer int, group Group) error {
 	return n.core().Barrier(ctx, customer, int(group))
 }
