@@ -69,8 +69,8 @@ wheel: ## build a wheel that needs neither Go nor libzmq into build/wheel, and t
 test: ## the tests of all packages and of the Python module, after installing what they need; the last lines say what it leaves out
 	@tools/test.sh
 
-test-long: ## what make test leaves out: the race detector, plans on real processes, 300 seeds, planted faults, Python and RDMA where prepared
-	@tools/test.sh long
+test-long: ## what make test leaves out: the race detector, plans on real processes, 300 seeds, planted faults, Python and RDMA where prepared; HALF=computed or real
+	@tools/test.sh $(or $(HALF),long)
 
 check: fmtcheck vet lint ## fmtcheck, vet and lint, with the build tags of this machine
 
@@ -117,7 +117,7 @@ sim: ## simulated clusters: SEEDS=1000 from FIRST=1 on, PLAN=name for one plan, 
 	  $(if $(PLAN),-sim.plan=$(PLAN)) $(if $(FAULT),-sim.fault=$(FAULT)) $(SIMFLAGS)
 
 simfaults: ## plant each fault of tests/sim/faults_test.go, and find it; prints a table
-	tools/go.sh test -tags failpoints -count=1 -run '^Test(Faults|UnknownFault)$$' -v ./tests/sim
+	tools/go.sh test -tags failpoints -count=1 -timeout 60m -run '^Test(Faults|UnknownFault)$$' -v ./tests/sim
 
 locks: ## what a push_pull takes without a wire, in a build that counts lock operations; ARGS="--van null"
 	@tools/count_locks.sh $(ARGS)

@@ -128,7 +128,7 @@ processes() { # the race detector triples the processor time of a plan, so it wa
   go_test "${with_race[@]}" -timeout 10m ./tests/local || status=1
   return $status
 }
-simulated() { go_test "${with_race[@]}" -timeout 18m -run '^Test(Plans|Collectives|RDMA)$' ./tests/sim; }
+simulated() { go_test "${with_race[@]}" -timeout 60m -run '^Test(Plans|Collectives|RDMA)$' ./tests/sim; }
 seeds() { make --no-print-directory sim SEEDS=300; }
 faults() { make --no-print-directory simfaults; }
 machine() { tools/rdma_test.sh -- -test.short; }
