@@ -108,8 +108,8 @@ func (s *pendingMessages) addCancel(incarnation uint32, app int, w Canceled) boo
 	return true
 }
 
-// deliverLate starts the delivery of what was queued of process id again, if all its earlier messages have been delivered meanwhile.
-// processes.mu and mu are held.
+// deliverLate starts another delivery of the queued messages of process id, if all its earlier messages have been delivered
+// meanwhile. processes.mu and mu are held.
 func (s *pendingMessages) deliverLate(id int, incarnation uint32) {
 	if p := s.processes.of(id); p.incarnation == incarnation && !p.hasPending {
 		s.processes.change(id, func(p *process) { p.hasPending = true })
@@ -405,7 +405,7 @@ func (s *pendingMessages) deliverAll(id int) {
 			s.apps.notices.refuse(id, p.epoch, msg.AppID, msg.CustomerID, msg.Timestamp, e.refused)
 		case verdict == deliver:
 			s.apps.receive(msg, &p)
-		case e.refused == nil: // of an earlier process
+		case e.refused == nil: // for an earlier process of this node
 			s.processes.logDropped(msg, &p)
 		}
 		msg.Release()

@@ -23,7 +23,8 @@ func closeWhileBusy(w *world) {
 	}
 	var closed [4]atomic.Bool
 	var late atomic.Int64
-	// Each of the 8 connections must have carried messages: one that was never made lets Close wait for the peer until its ctx ends.
+	// Close waits until its ctx ends for a peer to which no connection was ever made, so the test waits until each of the 8
+	// connections has carried messages.
 	var received [4][16]atomic.Int64 // by receiver, and by sender's id
 	var carrying sync.WaitGroup
 	carrying.Add(8)
