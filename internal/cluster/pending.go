@@ -398,7 +398,7 @@ func (s *pendingMessages) deliverAll(id int) {
 		msg, p := e.msg, *s.processes.of(id)
 		p.hasPending = false
 		switch verdict := s.processes.check(msg, &p); {
-		case verdict == postpone:
+		case verdict == postpone, verdict == deliver && holdsOf(unknown, msg): // in order, also if the record arrives meanwhile
 			unknown = append(unknown, e)
 			continue
 		case verdict == deliver && e.refused != nil:
@@ -410,6 +410,15 @@ func (s *pendingMessages) deliverAll(id int) {
 		}
 		msg.Release()
 	}
+}
+
+// holdsOf reports whether one of all is of the process that has sent msg.
+func holdsOf(all []pendingMessage, msg *van.Message) bool {
+	from, _ := msg.Incarnations()
+	return slices.ContainsFunc(all, func(e pendingMessage) bool {
+		of, _ := e.msg.Incarnations()
+		return of == from
+	})
 }
 
 // keep queues messages of node id again that could not be delivered. It reports whether one is of the process that has the
