@@ -217,7 +217,9 @@ func TestCanceledByAPendingProcess(t *testing.T) {
 	giveUp("7 7 1 1")
 	giveUp("7 7 3 1")
 	request(4)
-	until(t, "they are held", func() bool { return core(s).PendingMessages() == 3 })
+	until(t, "they and the cancellations are queued", func() bool {
+		return core(s).PendingMessages() == 3 && core(s).PendingCancels() == 2 // control messages do not wait for data
+	})
 	record := van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: next}).Encode()}
 	core(s).SetProcess(id, &record)
 	request(3)
