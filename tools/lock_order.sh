@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs tests in a build that records the order in which goroutines take locks, and
-# compares it with docs/design/locks.md. The build has copies of two files of Go's
+# compares it with docs/design/locks.md. The build has copies of three files of Go's
 # package sync that report each new pair "a lock was taken while another one was
 # held"; nothing of it is in other builds.
 #   lock_order.sh [PACKAGE...]   the packages to test, ./af/... ./kv/... and so on without
@@ -40,6 +40,8 @@ edit sync/rwmutex.go \
   's/\brw\.w\.\(Lock\|TryLock\|Unlock\)()/rw.w.mu.\1()/' \
   's/^func (rw \*RWMutex) R\?Lock() {$/& taking(unsafe.Pointer(rw), true)/' \
   's/^func (rw \*RWMutex) R\?Unlock() {$/& released(unsafe.Pointer(rw))/' >$out/rwmutex.txt
+# The pool unlocks its mutex where its goroutine must not be suspended.
+edit sync/pool.go 's/allPoolsMu\.\(Lock\|Unlock\)()/allPoolsMu.mu.\1()/' >$out/pool.txt
 cat >$out/goid.txt <<'GO'
 package runtime
 
@@ -137,6 +139,7 @@ cat >$out/overlay.json <<JSON
 {"Replace": {
   "$source/sync/mutex.go": "$out/mutex.txt",
   "$source/sync/rwmutex.go": "$out/rwmutex.txt",
+  "$source/sync/pool.go": "$out/pool.txt",
   "$source/sync/order.go": "$out/order.txt",
   "$source/runtime/lockorder.go": "$out/goid.txt"
 }}
@@ -146,5 +149,9 @@ JSON
 tools/go.sh test $(tools/build_flags.sh -q) -overlay $out/overlay.json -count=1 -v "$@" >$out/test.txt 2>&1 || true
 grep -h '^LOCKORDER' $out/test.txt | sort -u >$out/pairs.txt || true
 grep -E '^(ok|FAIL|--- FAIL)' $out/test.txt | tail -50 || true
+if grep -aE '^(fatal error|panic): ' $out/test.txt >&2; then
+  echo "lock_order: a test program crashed, see $out/test.txt" >&2
+  exit 1
+fi
 echo "lock_order: $(wc -l <$out/pairs.txt) pairs of places; tests that count allocations fail in this build"
 LOCK_ORDER_RECORD=$PWD/$out/pairs.txt tools/go.sh test -count=1 -run '^TestLockOrder$' ./tests
