@@ -40,7 +40,7 @@ const MarkTime = time.Minute
 type Retry struct {
 	Log      *slog.Logger
 	Path     string        // where the data goes with a link: "through shared memory"
-	Inside   func() string // the name of the van inside
+	Inside   func() string // the usual path of the van inside
 	Pause    time.Duration // FirstPause, except in tests
 	Hopeless func(error) bool
 }

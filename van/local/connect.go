@@ -56,7 +56,7 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 		p.mu.Unlock()
 		p.settle(n)
 		if on {
-			v.dialer.sayWhyNot(ctx, id, &t, offers)
+			v.dialer.sayWhyNot(id, &t, offers)
 		}
 	}
 	if old != nil {

@@ -25,7 +25,7 @@ type dialer struct {
 	peers *peers
 	out   *outCommon
 	log   *slog.Logger
-	over  func() string // name of the van inside
+	over  func() string // the usual path of the van inside
 
 	inner van.Van
 
@@ -68,16 +68,12 @@ func (d *dialer) letRead() {
 }
 
 // sayWhyNot logs why a peer has no link.
-func (d *dialer) sayWhyNot(ctx context.Context, id int, t *token, offers bool) {
+func (d *dialer) sayWhyNot(id int, t *token, offers bool) {
 	if !offers {
 		d.log.Debug("no shared memory with a peer", "peer", van.NodeName(id), "why", "it does not offer it")
 		return
 	}
-	level := slog.LevelInfo
-	if t.host != d.self.token.host {
-		level = slog.LevelDebug // users do not expect a link to another host
-	}
-	d.log.Log(ctx, level, "data goes over "+d.over(), "peer", van.NodeName(id), "why", d.self.token.reach(t))
+	d.log.Info("data goes over "+d.over(), "peer", van.NodeName(id), "why", d.self.token.reach(t))
 }
 
 // dial makes the link to the node that t names. behind means that earlier data to that node was sent over the van inside.

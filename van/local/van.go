@@ -77,8 +77,9 @@ func New(in van.Van, o van.Options) *Van {
 	v.rx.self, v.rx.log, v.rx.stats, v.rx.copies, v.rx.dests, v.rx.dropTime = &v.own, v.log, &v.stats, &v.copies, v.dests, dropTime
 	v.tx = outCommon{log: v.log, stats: &v.stats, copies: &v.copies, budget: int64(o.Config.SendBudget), memory: newRingMemory(v.log, o.Config), roomTimeout: roomTimeout}
 	v.receiver = receiver{self: &v.own, in: &v.rx, peers: v.peers, log: v.log, maxSleep: maxSleep}
-	v.dialer.self, v.dialer.peers, v.dialer.out, v.dialer.log, v.dialer.over, v.dialer.readers = &v.own, v.peers, &v.tx, v.log, in.Type, admitReaders
-	v.dialer.inner, v.dialer.later, v.dialer.retry = in, v.dialer.laterLocked, failback.Retry{Log: v.log, Path: "through shared memory", Inside: in.Type, Pause: failback.FirstPause, Hopeless: hopeless}
+	over := func() string { return van.PathTo(in, van.Empty).Over }
+	v.dialer.self, v.dialer.peers, v.dialer.out, v.dialer.log, v.dialer.over, v.dialer.readers = &v.own, v.peers, &v.tx, v.log, over, admitReaders
+	v.dialer.inner, v.dialer.later, v.dialer.retry = in, v.dialer.laterLocked, failback.Retry{Log: v.log, Path: "through shared memory", Inside: over, Pause: failback.FirstPause, Hopeless: hopeless}
 	v.acceptor = acceptor{self: &v.own, peers: v.peers, in: &v.rx, log: v.log, conns: map[*net.UnixConn]bool{}}
 	if o.Engine == nil {
 		o.Engine = engine.New(o.Config.BusyPoll.Spin())

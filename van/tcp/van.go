@@ -359,7 +359,11 @@ func (v *Van) Cancel(q van.Requests) {
 
 // PathTo implements van.PathChooser.
 func (v *Van) PathTo(id int) van.Path {
-	if n := v.peers.of(id); n != nil && n.addr != "" {
+	n := v.peers.of(id)
+	if n == nil {
+		return van.Path{Over: "tcp"}
+	}
+	if n.addr != "" {
 		if n.conn.Load() != nil || v.dialer.await(n) != nil {
 			return van.Path{Over: "tcp"}
 		}
