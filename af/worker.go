@@ -66,10 +66,9 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 // same for all servers. PushPull returns at once. A call with P push tensors and Q pull tensors of each server has P+Q consecutive
 // timestamps, pushes first. Either list may be nil, but not both. Options are To, Within and a Stream.
 //
-// Keys of one list must differ. Tensors must
-// stay as they are until Call.Wait has returned. A pull tensor is
-// filled by the time Wait returns nil; its size must be that of the answer. Pull tensors
-// must not share memory with each other. They may share memory with push tensors if the call has one server.
+// Keys of one list must differ. Tensors must stay as they are until Call.Wait has returned. A pull tensor is filled by the time Wait
+// returns nil; its size must be that of the answer. Pull tensors must not share memory with each other. They may share memory with push
+// tensors if the call has one server. After an error of Wait some servers may have had the batch, and pull tensors may be filled in part.
 //
 // Batches are sent in the order of the calls. A batch with tensors on the node's device
 // waits for work on that device, see Stream; when that work fails, so does Wait.

@@ -82,7 +82,7 @@ func (n *Node) InstanceBarrier(ctx context.Context, customer int, group Group) e
 // call Finalize, as ps-lite does. Shutdown leaves and returns an error
 //
 //  1. when ctx ends;
-//  2. when only lost nodes are missing and STEPAF_REPLACE_TIMEOUT passes without replacements;
+//  2. when only lost nodes are missing and the scheduler's STEPAF_REPLACE_TIMEOUT passes without replacements;
 //  3. on a worker, after STEPAF_STOP_TIMEOUT.
 //
 // A waiting Shutdown takes part in the instance barriers over all nodes that other nodes of this library call before

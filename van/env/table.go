@@ -244,12 +244,12 @@ var table = []variable{
 	{
 		name: "STEPAF_RECV_BUDGET_PEER", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.RecvBudgetPeer },
-		help:    "Bytes of one peer queued for the application. At the limit the peer is not read, except by servers over ZeroMQ; unfinished batches fail.",
+		help:    "Bytes of one peer queued for the application. At the limit the peer is not read (over ZeroMQ a server reads on), and its unfinished batches fail.",
 		differs: "New; the original keeps everything.",
 	}, {
 		name: "STEPAF_RECV_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "1G", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.RecvBudget },
-		help:    "The same for all peers together, counted for each transport separately; registered buffers do not count. A call that pushes more than both limits fails.",
+		help:    "The same for all peers together, counted for each transport separately; registered buffers do not count. A batch larger than this and `STEPAF_RECV_BUDGET_PEER` fails.",
 		differs: "New; the original keeps everything.",
 	}, {
 		name: "STEPAF_SEND_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "all",
