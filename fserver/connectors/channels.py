@@ -42,6 +42,7 @@ class Channels:
         self.device, self.width, self.out_dtype, self.timeout_ms = device, width, out_dtype, timeout_ms
         self.limit, self.keys = AHEAD * stages, keys
         self._all = {}  # by peer, stage, dtypes and shapes, and rows
+        self._ended = 0  # how often close() has ended the channels
         self._queued = collections.deque()  # (event recorded after the receive, channel), oldest first
 
     def get(self, peer, stage, like, rows):
@@ -92,8 +93,30 @@ class Channels:
         for channel in self._all.values():
             channel.exchange.check()
 
+    def checker(self):
+        """Returns a function that any thread may call after the device has done what is queued now. It raises if what was
+        received may be wrong."""
+        ended, channels = self._ended, list(self._all.values())
+
+        def check():
+            if self._ended != ended:
+                raise f.ConnectionError("the stream exchanges of this step have ended")
+            for channel in channels:
+                channel.exchange.check()
+
+        return check
+
+    def failed(self):
+        """Whether an exchange has ended."""
+        try:
+            self.checker()()
+        except f.Error:
+            return True
+        return False
+
     def close(self):
         """Ends all exchanges, also for the peers."""
+        self._ended += 1
         self._queued.clear()
         channels, self._all = self._all, {}
         for channel in channels.values():

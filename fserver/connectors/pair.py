@@ -158,6 +158,7 @@ class Attention(_Side):
         self._lost = set()  # indices of peers that need another handshake before they get a round
         self._greeted = False
         self.streams = False  # whether CUDA streams exchange the micro-batches; the FFN side decides
+        self.deferred = False  # the engine calls checker for each step, so recv of the last layer need not wait for the device
         self._done = {}  # with streams: the last layer that each stage has received in this step
         self._greet()
 
@@ -301,16 +302,22 @@ class Attention(_Side):
             self._rounds[stage] = _Queued(layer, parts)
 
     def _queued(self, stage, round_, out):
-        """Queues a receive in the current stream. After the last layer of a step it waits: its values are then right."""
+        """Queues a receive in the current stream. After the last layer of a step it waits, so its values are right, unless
+        the engine calls checker."""
         with self._step():
             for channel, _ in round_.parts:
                 self._channels.receive(channel)
             answer = self._answer([channel.output[:rows] for channel, rows in round_.parts], out)
             del self._rounds[stage]
             self._done[stage] = round_.layer
-            if round_.layer == self.layers - 1:
+            if round_.layer == self.layers - 1 and not self.deferred:
                 self._channels.settle()
             return answer
+
+    def checker(self):
+        """With streams: returns a function that raises ConnectionError or TimeoutError if answers received so far may be
+        wrong. Call it, from any thread, after the device has done the queued work, and before the results are used."""
+        return self._channels.checker()
 
     @contextlib.contextmanager
     def _step(self):
@@ -458,8 +465,8 @@ class Attention(_Side):
         if not isinstance(data, (bytes, bytearray)) or not data:
             raise TypeError("%s: the control message is %s, want bytes, at least one" % (self, type(data).__name__ if data != b"" else "empty"))
         self.check()
-        if self.streams and (self._rounds or any(layer != self.layers - 1 for layer in self._done.values())):
-            self._end_step()  # the engine has given up the last step, which the FFN side must not go on with
+        if self.streams and (self._rounds or any(layer != self.layers - 1 for layer in self._done.values()) or self._channels.failed()):
+            self._end_step()  # the last step has failed, or the engine has given it up: the FFN side must not go on with it
         self._done.clear()
         if self.streams:
             self._handshake_again()

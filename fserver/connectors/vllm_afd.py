@@ -10,8 +10,10 @@ ranks; with fewer attention than FFN ranks, each FFN rank gets a share of the ro
 stay on the devices of the plugin's ranks, and no token count is read back from a device.
 """
 
+import functools
 import itertools
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Dict, Optional
@@ -128,6 +130,8 @@ class StepMeshAFDConnector(AFDConnectorBase):
             self.side = _pair().FFN(self.role_rank, self.attn_size, self.ffn_size, device=device, **common)
         _connectors[self.number] = self
         _register_ops()
+        if config.role == "attention":
+            self.side.deferred = _check_outputs()
 
     def _device(self):
         """Returns the device of the rank's tensors; the CPU if PyTorch sees no GPU."""
@@ -313,6 +317,50 @@ def _counts(metadata, attention):
 
 def _all_counts(payload):
     return {stage: m.num_tokens_across_dp_cpu.flatten().tolist() for stage, m in payload.dp_metadata_list.items()}
+
+
+# With streams, the values of a step are checked when vLLM has waited for its tokens. So the CPU can queue the next step meanwhile
+# (vLLM's async scheduling).
+
+
+def _check_outputs():
+    """Makes the plugin's runner check the output of each step. Returns whether that is possible."""
+    runner = getattr(sys.modules.get("afd_plugin.v1.worker.attention_model_runner"), "AFDAttentionModelRunner", None)
+    if runner is None or not all(hasattr(runner, name) for name in ("execute_model", "sample_tokens")):
+        return False
+    for name in ("execute_model", "sample_tokens"):
+        method = getattr(runner, name)
+        if not hasattr(method, "_checks_outputs"):
+            setattr(runner, name, _checking(method))
+    return True
+
+
+def _checking(method):
+    @functools.wraps(method)
+    def call(runner, *args, **kwargs):
+        out, side = method(runner, *args, **kwargs), getattr(runner.connector, "side", None)
+        if out is None or not getattr(side, "streams", False):  # None: the step is not complete
+            return out
+        check = side.checker()
+        if hasattr(out, "get_output"):
+            out.get_output = _checked(out.get_output, check)
+        else:
+            torch.cuda.current_stream().synchronize()  # vLLM has waited for the tokens
+            check()
+        return out
+
+    call._checks_outputs = True
+    return call
+
+
+def _checked(get_output, check):
+    @functools.wraps(get_output)
+    def call():
+        output = get_output()  # waits for the tokens
+        check()
+        return output
+
+    return call
 
 
 # torch.compile: the two calls of the attention side are ops that it treats as opaque.

@@ -277,6 +277,83 @@ def test_failed_steps_in_streams(cluster, tmp_path):
     assert (worker.wait(WAIT), second.wait(WAIT)) == (0, 0)
 
 
+# With streams, the values of a step are checked when vLLM reads its tokens, which may be after it has queued the next step.
+
+@harness.by_hand
+def checked_attention(n):
+    class Tokens:  # of an asynchronous step
+        def __init__(self, tokens):
+            self.tokens = tokens
+
+        def get_output(self):
+            return self.tokens
+
+    class Runner:
+        asynchronous = True
+
+        def execute_model(self):
+            return None
+
+        def sample_tokens(self, tokens):
+            return Tokens(tokens) if self.asynchronous else tokens
+
+    module = types.ModuleType("afd_plugin.v1.worker.attention_model_runner")
+    module.AFDAttentionModelRunner = Runner
+    sys.modules[module.__name__] = module
+    streamed(n)
+    torch.cuda.current_stream = lambda: types.SimpleNamespace(synchronize=lambda: None)
+    connectors, c = engine(n, stages=1, extra=dict(streams=True))
+    c.init_afd_connector()
+    runner = Runner()
+    runner.connector = c
+
+    def step(number):
+        c.control_plane.send_dp_metadata_list(payload(connectors, 0, 1, 1))
+        h = torch.full((tokens(0, 0, 0), WIDTH), float(number))
+        for layer in range(LAYERS):
+            metadata = connectors.AFDTransferMetadata.create_attention_metadata(layer_idx=layer, stage_idx=0, seq_len=len(h))
+            c.send_attn_output(h, connectors.AFDTransferContext(metadata=metadata))
+            c.recv_ffn_output(h)
+        assert runner.execute_model() is None and bool((h == number + LAYERS).all())
+        return runner.sample_tokens(number)
+
+    first = step(0)
+    second = step(1)  # queued before the tokens of the first step are read
+    assert c.side.deferred and (first.get_output(), second.get_output()) == (0, 1)
+    third = step(2)
+    for channel in c.side._channels._all.values():
+        channel.exchange.close()  # the library does so when a peer is lost, perhaps before the device had its values
+    with pytest.raises(f.ConnectionError):
+        third.get_output()
+    fourth = step(3)  # with other exchanges
+    with pytest.raises(f.ConnectionError):
+        third.get_output()
+    assert fourth.get_output() == 3
+    Runner.asynchronous = False
+    assert step(4) == 4
+    c.close()
+
+
+@harness.by_hand
+def checked_ffn(n):
+    streamed(n)
+    connectors, c = engine(n, stages=1, extra=dict(streams=True))
+    c.init_afd_connector()
+    for _ in range(5):
+        c.control_plane.update_state_from_dp_metadata(c.control_plane.recv_dp_metadata_list())
+        for _ in range(LAYERS):
+            got = c.recv_attn_output(ubatch_idx=0)
+            c.send_ffn_output(got.hidden_states + 1, got.context)
+    c.close()
+
+
+def test_tokens_of_a_failed_step(cluster, tmp_path):
+    c = cluster()
+    c.spawn("worker", checked_attention, args=str(tmp_path))
+    c.spawn("server", checked_ffn, args=str(tmp_path))
+    c.finish(WAIT)
+
+
 # Counts that differ: the FFN rank raises an error, and the other side notices the end of its loop.
 
 @harness.by_hand
