@@ -13,7 +13,9 @@ import torch
 
 import fserver_lib as f
 
-AHEAD = 2  # receives of a stage that a CPU queues before the device has done the first
+# Micro-batches whose receives a CPU queues before the device has done the first. A CPU that waits earlier launches kernels too late. CUDA queues
+# about 1,024 kernels for a stream, which must hold those of so many layers.
+AHEAD = 8
 
 
 def stream_host(device):
@@ -38,12 +40,13 @@ class Channels:
     """The channels of one rank. width and out_dtype are those of the answers; keys(peer, stage, most, tensors) gives the
     keys of a channel for `most` rows."""
 
-    def __init__(self, device, width, out_dtype, stages, timeout_ms, keys):
+    def __init__(self, device, width, out_dtype, timeout_ms, keys):
         self.device, self.width, self.out_dtype, self.timeout_ms = device, width, out_dtype, timeout_ms
-        self.limit, self.keys = AHEAD * stages, keys
+        self.keys = keys
         self._all = {}  # by peer, stage, dtypes and shapes, and rows
         self._ended = 0  # how often close() has ended the channels
-        self._queued = collections.deque()  # (event recorded after the receive, channel), oldest first
+        self._queued = collections.deque()  # (event recorded after a micro-batch's receives, its channels), oldest first
+        self._events = []  # for later ones
 
     def get(self, peer, stage, like, rows):
         """Returns the channel of a peer and a stage for tensors like those, and so many rows. The first call waits until
@@ -60,31 +63,35 @@ class Channels:
             channel = self._all[name] = Channel(inputs, output, exchange)
         return channel
 
-    def receive(self, channel):
-        """Queues a receive. Waits if too many are queued: in the default stream a full queue blocks the whole process."""
-        channel.exchange.receive()
+    def receive(self, channels):
+        """Queues the receives of a micro-batch. Waits if too many are queued: in the default stream a full queue blocks the
+        whole process."""
+        for channel in channels:
+            channel.exchange.receive()
         event = self._event()
         if event is not None:
-            self._queued.append((event, channel))
-        while len(self._queued) > self.limit:
+            self._queued.append((event, channels))
+        while len(self._queued) > AHEAD:
             self._first()
 
     def _event(self):
         """Returns an event recorded after the queued work; None in a capture, because replays are not tracked here."""
         if torch.cuda.is_current_stream_capturing():
             return None
-        event = torch.cuda.Event()
+        event = self._events.pop() if self._events else torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def _first(self):
-        """Waits for the first of the queued receives. Raises if its exchange has ended."""
-        event, channel = self._queued[0]
+        """Waits for the first of the queued micro-batches. Raises if an exchange of it has ended."""
+        event, channels = self._queued[0]
         begun = time.monotonic()
         while not event.query():
-            channel.exchange.check()
+            for channel in channels:
+                channel.exchange.check()
             time.sleep(0 if time.monotonic() < begun + 0.001 else 0.0001)
         self._queued.popleft()
+        self._events.append(event)
 
     def settle(self):
         """Waits for all queued receives. Raises if one of the exchanges has ended: what was received may then be wrong."""

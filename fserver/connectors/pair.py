@@ -85,7 +85,7 @@ class _Side:
                 raise TypeError("%s is %r, want a torch.dtype" % (name, value))
         self.device, self.timeout_ms = torch.device(device), timeout_ms
         self.stream_host = channels.stream_host(self.device) if streams else ""
-        self._channels = channels.Channels(self.device, self.width, self.out_dtype, self.stages, timeout_ms, self._keys)
+        self._channels = channels.Channels(self.device, self.width, self.out_dtype, timeout_ms, self._keys)
 
     def _keys(self, peer, stage, most, tensors):
         rank = self.rank if self.role == "attention" else peer
@@ -305,8 +305,7 @@ class Attention(_Side):
         """Queues a receive in the current stream. After the last layer of a step it waits, so its values are right, unless
         the engine calls checker."""
         with self._step():
-            for channel, _ in round_.parts:
-                self._channels.receive(channel)
+            self._channels.receive([channel for channel, _ in round_.parts])
             answer = self._answer([channel.output[:rows] for channel, rows in round_.parts], out)
             del self._rounds[stage]
             self._done[stage] = round_.layer
@@ -646,9 +645,8 @@ class FFN(_Side):
                 rows = self._expected.get((stage, rank))
                 if rows is None:
                     raise Mismatch("%s: stage %d: the rows of attention %d are not known, which streams need: set streams=False on both sides" % (self, stage, rank))
-                channel = self._channels.get(rank, stage, like, rows)
-                self._channels.receive(channel)
-                parts.append((rank, channel, rows))
+                parts.append((rank, self._channels.get(rank, stage, like, rows), rows))
+            self._channels.receive([channel for _, channel, _ in parts])
             self._seen.update(self.peers)
             return QueuedBatch(self, stage, parts)
         except BaseException:
