@@ -15,7 +15,7 @@ import fserver_lib as f
 
 # Micro-batches whose receives a CPU queues before the device has done the first. A CPU that waits earlier launches kernels too late. CUDA queues
 # about 1,024 kernels for a stream, which must hold those of so many layers.
-AHEAD = 8
+AHEAD = 4
 
 
 def stream_host(device):

@@ -146,8 +146,8 @@
 	"timeout_ms: limit in milliseconds, counted from start(). While a graph is captured, it\n" \
 	"    sets the limit of all later rounds of graphs; after the limit the stream continues.\n" \
 	"\n" \
-	"Raises TimeoutError, ConnectionError, KeyboardInterrupt (call it again) as wait() of the\n" \
-	"module does, Error (not started, stopped), ValueError (another thread waits; the round\n" \
+	"Raises TimeoutError (the round is canceled, late answers are dropped), ConnectionError,\n" \
+	"KeyboardInterrupt (call it again) as wait() of the module does, Error (not started, stopped), ValueError (another thread waits; the round\n" \
 	"ended more than 4096 requests ago without a wait)."
 #define DOC_EXCHANGE_POLL \
 	"poll($self, /)\n--\n\n" \

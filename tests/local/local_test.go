@@ -238,7 +238,7 @@ func TestOutOfReach(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			if text := log.String(); c.log != "" && (strings.Count(text, "data goes over tcp") != 1 || !strings.Contains(text, c.log)) {
+			if text := log.String(); c.log != "" && (strings.Count(text, "no shared memory with a peer") != 1 || !strings.Contains(text, c.log)) {
 				t.Errorf("the log does not say once why: %s", text)
 			}
 		})

@@ -69,11 +69,11 @@ func (d *dialer) letRead() {
 
 // sayWhyNot logs why a peer has no link.
 func (d *dialer) sayWhyNot(id int, t *token, offers bool) {
-	if !offers {
-		d.log.Debug("no shared memory with a peer", "peer", van.NodeName(id), "why", "it does not offer it")
-		return
+	why := "it does not offer it: it is a C++ node, or has BYTEPS_ENABLE_IPC=0"
+	if offers {
+		why = d.self.token.reach(t)
 	}
-	d.log.Info("data goes over "+d.over(), "peer", van.NodeName(id), "why", d.self.token.reach(t))
+	d.log.Info("no shared memory with a peer", "peer", van.NodeName(id), "why", why)
 }
 
 // dial makes the link to the node that t names. behind means that earlier data to that node was sent over the van inside.

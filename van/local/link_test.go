@@ -375,7 +375,7 @@ func TestUnlike(t *testing.T) {
 				t.Errorf("received %q", m.Vals.Host())
 			}
 			m.Release()
-			if text := log.String(); strings.Count(text, "data goes over inproc") != 1 || !strings.Contains(text, c.log) {
+			if text := log.String(); strings.Count(text, "peer=\"server 0") != 1 || !strings.Contains(text, c.log) {
 				t.Errorf("log %q, want one line with %q", text, c.log)
 			}
 		})

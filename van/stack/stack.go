@@ -5,6 +5,9 @@
 package stack
 
 import (
+	"cmp"
+	"log/slog"
+
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/drop"
@@ -100,15 +103,16 @@ func Configured(o van.Options, role van.Role) (van.Van, error) {
 	if err != nil || role == van.Scheduler {
 		return v, err
 	}
-	over := v.Type()
-	if over == "zmq" && o.Config.Data == env.DataTCP && !o.Config.Local && o.Incarnation != 0 {
-		v, over = tcp.New(v, o), "tcp"
-	}
+	log := cmp.Or(o.Log, slog.New(slog.DiscardHandler))
 	switch {
-	case o.Config.EnableIPC == 0:
-		if o.Log != nil {
-			o.Log.Info("data goes over "+over+" to all peers", "why", "BYTEPS_ENABLE_IPC=0")
-		}
+	case v.Type() != "zmq" || o.Config.Local || o.Incarnation == 0:
+	case o.Config.Data == env.DataTCP:
+		v = tcp.New(v, o)
+	default:
+		log.Info("no data goes over tcp", "why", "STEPAF_DATA="+o.Config.Data)
+	}
+	if o.Config.EnableIPC == 0 {
+		log.Info("no shared memory with peers", "why", "BYTEPS_ENABLE_IPC=0")
 		return v, nil
 	}
 	return local.New(v, o), nil

@@ -60,9 +60,9 @@ func TestStatsPassThrough(t *testing.T) {
 	}
 }
 
-// TestNamedTransport: without shared memory, the log names the transport of the data.
-func TestNamedTransport(t *testing.T) {
-	for data, want := range map[string]string{env.DataTCP: "data goes over tcp to all peers", env.DataZMQ: "data goes over zmq to all peers"} {
+// TestPathsLeftOut: the log says which paths of data a variable excludes.
+func TestPathsLeftOut(t *testing.T) {
+	for data, want := range map[string]string{env.DataTCP: "no shared memory with peers", env.DataZMQ: "no data goes over tcp"} {
 		cfg, log := env.Default(), vantest.Log{}
 		cfg.EnableIPC, cfg.Data = 0, data
 		v, err := stack.Configured(van.Options{Config: cfg, Incarnation: 1, Log: log.Logger()}, van.Worker)

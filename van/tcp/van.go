@@ -152,6 +152,9 @@ func (v *Van) Connect(ctx context.Context, id int, record van.Node) error {
 	if native && who.DataPort != 0 && v.port != 0 {
 		n.addr = net.JoinHostPort(record.Hostname, strconv.Itoa(int(who.DataPort)))
 	}
+	if v.port != 0 && n.addr == "" {
+		v.own.log.Info("no data goes over tcp to a peer", "peer", van.NodeName(id), "why", "it has no port for data: it is a C++ node, or has STEPAF_DATA=zmq")
+	}
 	p := v.peers
 	p.mu.Lock()
 	was := p.of(id)
