@@ -135,6 +135,20 @@ func TestRepeatedProofs(t *testing.T) {
 	if n := strings.Count(scheduler.logged.String(), "a connection was refused"); n > 4 {
 		t.Errorf("%d lines for %d tries, want those of the 1st, 2nd, 4th and 8th", n, scheduler.Stats().Unauthenticated)
 	}
+	// A peer that leaves may end a handshake once, so only the second time is a warning.
+	var levels []string
+	until(t, "two lines of the worker", func() bool {
+		levels = nil
+		for line := range strings.Lines(worker.logged.String()) {
+			if _, after, is := strings.Cut(line, "level="); is && strings.Contains(line, "may be missing or another one") {
+				levels = append(levels, strings.Fields(after)[0])
+			}
+		}
+		return len(levels) >= 2
+	})
+	if levels[0] != "INFO" || levels[1] != "WARN" {
+		t.Errorf("the levels are %v, want INFO, WARN", levels)
+	}
 }
 
 // TestStrangersWithASecret: data of a peer without a proof is never delivered. The peer is counted, and members are not affected.

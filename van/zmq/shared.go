@@ -4,6 +4,7 @@ package zmq
 
 import (
 	"bytes"
+	"context"
 	"crypto/hmac"
 	"log/slog"
 	"maps"
@@ -128,7 +129,15 @@ func (n *shared) longSenders() (l []*conn) {
 // refused counts a handshake with peer that failed because of cause, and logs the first of each cause.
 func (n *shared) refused(peer, addr string, cause error) {
 	n.stats.unproved.Add(1)
-	n.proofs.failed.Log(n.log, addr+logx.Kind(cause)).Warn("a connection was refused", "peer", peer, "addr", addr, "err", cause)
+	count, show := n.proofs.failed.Next(addr + logx.Kind(cause))
+	if !show {
+		return
+	}
+	level := slog.LevelWarn
+	if count == 1 && cause == errMaybeSecret { // a peer that leaves the cluster may do this once; with another secret it fails again
+		level = slog.LevelInfo
+	}
+	n.log.Log(context.Background(), level, "a connection was refused", "peer", peer, "addr", addr, "err", cause, "so far", count)
 }
 
 // proveRecord appends to m, a registration, the proof that STEPAF_AUTH=warn checks.
