@@ -198,7 +198,7 @@ func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 		p.inbound.CompareAndSwap(in, nil)
 	}
 	if p := (*v.tables.peers.Load())[in.handshake.node]; p != nil && !in.handshake.native {
-		p.releasePulls(connected)
+		openPulls{p}.release(connected)
 	}
 	in.device.exclusive(func() {
 		v.budget.slots.Each(func(l *receiveSlot) {
@@ -206,6 +206,10 @@ func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 				slotSet{in}.freeSlot(l)
 			}
 		})
+		for _, b := range in.slots.buffers {
+			b.region.Release()
+		}
+		in.slots.buffers = nil
 	})
 	in.device.dropIncomplete(in) // messages that were added after the first call
 	for _, a := range areas {

@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"bytes"
+	"cmp"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -32,11 +33,81 @@ func pushMany(to *testNode, keys, ts int, v []byte) *van.Message {
 	return m
 }
 
+// sendMore queues m as Send does. With more it does not post the work requests: another call, or push, follows.
+func (n *testNode) sendMore(m *van.Message, more bool) error {
+	p := (*n.tables.peers.Load())[m.Receiver]
+	var done van.Completion
+	p.mu.Lock()
+	err := whyRefused(p, m)
+	if err == nil {
+		done, err = p.queue(m)
+	}
+	if err == nil {
+		p.pump()
+	}
+	if !more || err != nil {
+		p.flush()
+	}
+	p.mu.Unlock()
+	if done != nil {
+		done.Sent()
+	}
+	if err != nil {
+		return n.sendError(m, p, err)
+	}
+	return nil
+}
+
+// push posts the work requests of earlier calls of sendMore.
+func (n *testNode) push(id int) {
+	p := (*n.tables.peers.Load())[id]
+	p.mu.Lock()
+	p.flush()
+	p.mu.Unlock()
+}
+
 // randomPull is a pull request in flight.
 type randomPull struct {
 	dst      []byte
 	n        int
+	lens     []int // of a batch
 	canceled bool
+}
+
+// right reports whether the answer m has the right values, or has put them into the pull tensor. The values of a batch follow from first.
+func (p *randomPull) right(m *van.Message, ts, first int) bool {
+	if p.lens == nil {
+		return bytes.Equal(p.dst, value(p.n, ts)) || bytes.Equal(m.Vals.Host(), value(p.n, ts))
+	}
+	at, k := 0, 0
+	for i, n := range p.lens {
+		if n >= 0 {
+			continue
+		}
+		want := value(-n, answerSeed+first+i)
+		if k >= len(m.Parts) || !bytes.Equal(p.dst[at:at-n], want) && !bytes.Equal(m.Parts[k].Vals.Host(), want) {
+			return false
+		}
+		at, k = at-n, k+1
+	}
+	return k == len(m.Parts)
+}
+
+// answerSeed distinguishes the values of answers to batches from those of their pushes.
+const answerSeed = 1000
+
+// randomLens returns the lengths of the batch that begins at timestamp ts; pulls are negative.
+func randomLens(ts int) (lens []int) {
+	rng := rand.New(rand.NewPCG(uint64(ts), 7))
+	for range 1 + rng.IntN(6) {
+		n := 1 + rng.IntN([]int{100, 700, 4000, 20000}[rng.IntN(4)])
+		if rng.IntN(3) == 0 {
+			n = -n
+		}
+		lens = append(lens, n)
+	}
+	slices.SortFunc(lens, func(x, y int) int { return cmp.Compare(min(y, 0), min(x, 0)) })
+	return lens
 }
 
 // TestRandomBatches sends random batches in both directions, holds their values for random times, breaks connections and cancels requests. All
@@ -46,21 +117,19 @@ func TestRandomBatches(t *testing.T) {
 	for _, s := range []struct {
 		name     string
 		fails    bool
-		takes    bool
 		options  func(*env.Config)
 		network  func(*fakeverbs.Config)
 		revoking bool
 	}{
-		{name: "plain", takes: true},
-		{name: "few slots", takes: true, options: func(c *env.Config) { c.AddressPoolSize = 24 }},
-		{name: "split", takes: true, options: func(c *env.Config) { c.SplitQPLag = true }, network: func(c *fakeverbs.Config) { c.Jitter = 200 * time.Microsecond }},
-		{name: "no inline", takes: true, network: func(c *fakeverbs.Config) { c.MaxInline = 0; c.CheckSource = true }},
-		{name: "much inline", takes: true, network: func(c *fakeverbs.Config) { c.MaxInline = 1000; c.CheckSource = true }},
-		{name: "one side", takes: false},
-		{name: "shallow", takes: true, options: func(c *env.Config) { c.RDMAStartDepth, c.RDMARxDepth = 16, 16 }},
-		{name: "fails", takes: true, fails: true},
-		{name: "fails, few slots, split", takes: true, fails: true, options: func(c *env.Config) { c.AddressPoolSize, c.SplitQPLag = 24, true }},
-		{name: "revoking", takes: true, fails: true, revoking: true},
+		{name: "plain"},
+		{name: "few slots", options: func(c *env.Config) { c.AddressPoolSize = 24 }},
+		{name: "split", options: func(c *env.Config) { c.SplitQPLag = true }, network: func(c *fakeverbs.Config) { c.Jitter = 200 * time.Microsecond }},
+		{name: "no inline", network: func(c *fakeverbs.Config) { c.MaxInline = 0; c.CheckSource = true }},
+		{name: "much inline", network: func(c *fakeverbs.Config) { c.MaxInline = 1000; c.CheckSource = true }},
+		{name: "shallow", options: func(c *env.Config) { c.RDMAStartDepth, c.RDMARxDepth = 16, 16 }},
+		{name: "fails", fails: true},
+		{name: "fails, few slots, split", fails: true, options: func(c *env.Config) { c.AddressPoolSize, c.SplitQPLag = 24, true }},
+		{name: "revoking", fails: true, revoking: true},
 	} {
 		t.Run(s.name, func(t *testing.T) {
 			var options []func(*fakeverbs.Config)
@@ -72,12 +141,6 @@ func TestRandomBatches(t *testing.T) {
 				s.options = func(*env.Config) {}
 			}
 			w, v := r.pair(s.options)
-			if !s.takes {
-				p := (*w.tables.peers.Load())[8]
-				p.mu.Lock()
-				p.link.bundles = false
-				p.mu.Unlock()
-			}
 			if err := v.RegisterRecvBuffer(9, 9, backend.Bytes(make([]byte, 4096))); err != nil {
 				t.Fatal(err)
 			}
@@ -104,7 +167,8 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 	failing.Store(fails)
 
 	var mu sync.Mutex
-	kinds := map[int]int{} // length of each sent message, by timestamp; -1 - n: a pull of n
+	kinds := map[int]int{}  // length of each sent message, by timestamp; -1 - n: a pull of n
+	starts := map[int]int{} // first timestamp of a batch, by that of its answer
 	pulls := map[int]*randomPull{}
 	stop := make(chan bool)
 	var all, releases sync.WaitGroup
@@ -155,15 +219,34 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 			if !fails && ts != last+1 {
 				fault("message %d came after %d, nothing failed", ts, last)
 			}
-			last = ts
-			dataIn.Add(1)
+			last = ts + max(len(m.Parts), 1) - 1
+			dataIn.Add(int64(max(len(m.Parts), 1)))
 			mu.Lock()
 			n, known := kinds[ts]
 			mu.Unlock()
 			if !known {
 				fault("message %d was not sent", ts)
 			}
-			if n >= 0 {
+			if m.IsBatch() {
+				lens := randomLens(ts)
+				check := func(when string) {
+					for i := range m.Parts {
+						if p := &m.Parts[i]; p.Push && !bytes.Equal(p.Vals.Host(), value(lens[i], ts+i)) {
+							fault("part %d of batch %d has %d bytes, or wrong ones, want %d, %s", i, ts, p.Vals.Len(), lens[i], when)
+						}
+					}
+				}
+				if len(m.Parts) != len(lens) {
+					fault("batch %d has %d parts, want %d", ts, len(m.Parts), len(lens))
+				}
+				check("when it comes")
+				a := push(w, m.Key, ts, nil)
+				if a.Request = false; !m.Parts[len(lens)-1].Push {
+					a = answerTo(9, answerSeed+ts, m.Parts)
+				}
+				_ = s.sendMore(a, serve.IntN(2) == 0)
+				hold(m, check, serve)
+			} else if n >= 0 {
 				check := func(when string) {
 					if m.Vals.Len() != n || n > 0 && !bytes.Equal(m.Vals.Host(), value(n, ts)) {
 						fault("message %d has %d bytes, or wrong ones, want %d, %s", ts, m.Vals.Len(), n, when)
@@ -214,10 +297,15 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 				fault("answer %d came after %d", ts, last)
 			}
 			last = ts
-			answersIn.Add(1)
 			mu.Lock()
-			p := pulls[ts]
-			if p != nil && !p.canceled && !bytes.Equal(p.dst, value(p.n, ts)) && !bytes.Equal(m.Vals.Host(), value(p.n, ts)) {
+			p, first := pulls[ts], ts
+			if n, of := starts[ts]; of {
+				first = n
+				answersIn.Add(int64(len(randomLens(n))))
+			} else {
+				answersIn.Add(1)
+			}
+			if p != nil && !p.canceled && !p.right(m, ts, first) {
 				fault("answer %d: wrong bytes in the pull tensor of %d", ts, p.n)
 			}
 			delete(pulls, ts)
@@ -265,8 +353,25 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 			}
 			var m *van.Message
 			var p *randomPull
-			kind := size
-			switch rng.IntN(4) {
+			kind, parts, answered := size, 1, ts
+			switch rng.IntN(6) {
+			case 4, 5:
+				lens := randomLens(ts)
+				m, parts, size = batch(s, ts, ts, lens...), len(lens), 0
+				for _, n := range lens {
+					size -= min(n, 0)
+				}
+				p = &randomPull{dst: make([]byte, size), n: size, lens: lens}
+				at := 0
+				for i := range m.Parts {
+					if x := &m.Parts[i]; !x.Push {
+						x.Into = backend.Bytes(p.dst[at:][:x.Len])
+						x.Addr = x.Into.Addr()
+						at += x.Len
+					} else if size > 0 {
+						answered = ts + i + 1
+					}
+				}
 			case 0:
 				p = &randomPull{dst: make([]byte, size), n: size}
 				m = pull(s, uint64(rng.IntN(4)), ts, p.dst)
@@ -280,25 +385,28 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 			if m.Push && m.Frames == 2 && size <= 700 && rng.IntN(10) == 0 {
 				m.Key = 9 // it has a registered buffer, which inline values do not use
 				le.PutUint64(m.Keys.Host(), 9)
-			} else if rng.IntN(30) == 0 {
+			} else if !m.IsBatch() && rng.IntN(30) == 0 {
 				m.Body = make([]byte, rng.IntN(3000))
 			}
 			more := k+1 < n || rng.IntN(4) == 0
 			mu.Lock()
 			kinds[ts] = kind
 			if p != nil && size > 0 {
-				pulls[ts] = p
+				pulls[answered] = p
+			}
+			if parts > 1 || answered > ts {
+				starts[answered] = ts
 			}
 			mu.Unlock()
 			if err := w.sendMore(m, more); err != nil {
 				mu.Lock()
-				delete(pulls, ts)
+				delete(pulls, answered)
 				mu.Unlock()
 				if !fails {
 					fault("Send: %v", err)
 					continue
 				}
-				ts++
+				ts += parts
 				r.until("the worker is connected again", func() bool { w.push(8); return up(w, 8) })
 				continue
 			}
@@ -306,7 +414,7 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 				giveUp(ts, p)
 				given = append(given, p)
 			}
-			ts++
+			ts += parts
 		}
 		if rng.IntN(3) == 0 {
 			w.push(8)

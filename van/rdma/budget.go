@@ -22,21 +22,21 @@ var (
 )
 
 // cost returns the number of bytes that would be registered for the requested slot.
-func (in slotSet) cost(s *slotRequest, need rendezvous.Need, kind uint64) int {
+func (in slotSet) cost(s *slotRequest, need rendezvous.Need) int {
 	n := metaBytes(need.Meta)
 	if !in.dialect.needsData(need) {
 		return n
 	}
-	if _, ok := in.registeredBuffer(s, need, kind); ok {
+	if _, ok := in.registeredBuffer(s, need); ok {
 		return n
 	}
-	return n + in.dialect.dataCost(s, need, kind)
+	return n + in.dialect.dataCost(s, need)
 }
 
 // withinBudget returns nil if the bytes of a slot request are within the budgets, else the reason. Control messages may exceed the
 // budgets by a quarter.
-func (in slotSet) withinBudget(s *slotRequest, need rendezvous.Need, kind uint64) error {
-	v, n := in.v, int64(in.cost(s, need, kind))
+func (in slotSet) withinBudget(s *slotRequest, need rendezvous.Need) error {
+	v, n := in.v, int64(in.cost(s, need))
 	perPeer, total := v.budget.perPeer, v.budget.total
 	if s.priority() == controlPriority {
 		perPeer, total = perPeer+perPeer/4, total+total/4

@@ -31,8 +31,13 @@ func (v *rvan) Invalidate(m backend.Mem) {
 			}
 		}
 		p.sender.Each(func(o *outgoing) {
-			if o.destination.Overlaps(m) {
-				o.destination, o.invalidated = backend.Mem{}, true
+			if o.answer.into.Overlaps(m) {
+				o.answer.into, o.answer.invalidated = backend.Mem{}, true
+			}
+			for i := range o.parts {
+				if x := &o.parts[i]; x.into.Overlaps(m) {
+					x.into = backend.Mem{}
+				}
 			}
 		})
 		p.mu.Unlock()

@@ -36,7 +36,6 @@ type device struct {
 	ready          fifo.Queue[*received] // complete messages, not delivered yet
 	deferredQueues []*peerQueue          // queues that have deferred messages
 	trailer        trailer               // of the message that is being decoded
-	written        writtenMessages       // of the write that is being handled
 	sleepTime      time.Duration
 
 	// Due queues: of connections with credits to send or messages that wait, of connections whose peers' slot requests wait, and of

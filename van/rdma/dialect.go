@@ -12,13 +12,15 @@ import (
 type outboundDialect interface {
 	// check refuses a message that the receiver would not understand or would abort on.
 	check(o *outgoing) error
-	// need returns what o needs at its receiver.
+	// need decides where the values of o are written, stores that in o, and returns the slot that o needs.
 	need(o *outgoing) rendezvous.Need
 	// completeRequest completes the slot request for o.
 	completeRequest(s *slotRequest, o *outgoing, need rendezvous.Need)
 	// handleReply handles the reply to a slot request. If the reply refuses a message, it returns the message and the reason. ok is
 	// false for an invalid reply.
 	handleReply(snd *rendezvous.Sender[*outgoing], r *slotReply) (refused *outgoing, why error, ok bool)
+	// noteBuffer handles the announcement of a receive buffer.
+	noteBuffer(b remoteBuffer)
 	// requestAnswered handles the answer to a request. It reports whether slots may have become free.
 	requestAnswered(snd *rendezvous.Sender[*outgoing], key uint64, push bool) bool
 	// mustSend reports whether o still has to be sent.
@@ -32,32 +34,25 @@ type outboundDialect interface {
 // inboundDialect is how slots are granted, and messages read, on a connection that a peer has opened. The feed is held.
 type inboundDialect interface {
 	// need checks a slot request and returns what it asks for.
-	need(s *slotRequest) (n rendezvous.Need, kind uint64, err error)
+	need(s *slotRequest) (rendezvous.Need, error)
 	// refuse tells the peer that there is no slot, if the protocol can say so.
 	refuse(origin uint64, flags uint32, why error)
-	// sharedSlotsSuffice reports whether the peer must use the slots that it already has.
-	sharedSlotsSuffice(s *slotRequest, need rendezvous.Need, kind uint64) bool
-	// route returns the route of the slot.
-	route(need rendezvous.Need, kind uint64) rendezvous.Route
-	// usesBuffer reports whether a registered receive buffer may serve the request.
-	usesBuffer(kind uint64) bool
+	// announces reports whether a receive buffer for the message has just been announced to the peer, which then needs no slot of that
+	// size.
+	announces(s *slotRequest) bool
 	// needsData reports whether the slot has memory for a value.
 	needsData(need rendezvous.Need) bool
 	// dataCost returns the number of bytes that would be registered for the value.
-	dataCost(s *slotRequest, need rendezvous.Need, kind uint64) int
+	dataCost(s *slotRequest, need rendezvous.Need) int
 	// valueArea returns memory for the value, new or shared.
-	valueArea(l *receiveSlot, s *slotRequest, need rendezvous.Need, kind uint64, r *slotReply) (*area, error)
+	valueArea(s *slotRequest, need rendezvous.Need) (*area, error)
 	// record stores the slot for as long as the peer has it. in.mu is held.
 	record(l *receiveSlot)
-	// endOutgrown ends the slots that the peer no longer uses after q has been answered.
-	endOutgrown(q *slotRequest)
 	// returnsCredits reports whether slots are returned to the peer with credits.
 	returnsCredits() bool
 	// handleSend handles a SEND other than a slot request. known is false for an invalid one.
 	handleSend(c *verbs.Completion, t *trailer) (known bool)
-	// previousEnd returns the end of the message before the last one in b, which was written to a slot. 0: there is none.
-	previousEnd(b []byte) (end int, err error)
-	// splitMeta splits one message into its meta and the inline frames behind it.
+	// splitMeta splits a message into its meta and the inline frames behind it.
 	splitMeta(b []byte, t *trailer) (meta, behind []byte, err error)
 	// frames locates the frames of a message in slot l.
 	frames(rx *received, l *receiveSlot, t *trailer, behind []byte) error

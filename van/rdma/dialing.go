@@ -75,7 +75,7 @@ func (d *dialing) run(ctx context.Context) error {
 		}
 	}
 	if l.native {
-		l.dialect = &nativeOut{keySlots: map[uint64]bool{}}
+		l.dialect = &nativeOut{buffers: map[uint64]remoteBuffer{}}
 	} else {
 		l.dialect = &stepmeshOut{keySizes: map[uint64]int{}}
 	}
@@ -157,7 +157,6 @@ func (d *dialing) awaitAnswer(ctx context.Context, q int, limit time.Duration) e
 		return fmt.Errorf("queue pair %d: %w", q, err)
 	}
 	l.process = answer.incarnation
-	l.bundles = l.native && answer.bundles && (q == 0 || l.bundles)
 	l.numbered = l.native && answer.incarnation != 0 && v.local.incarnation != 0
 	p.state.native.Store(l.native)
 	if l.native && p.incarnation != 0 && answer.incarnation != 0 && answer.incarnation != p.incarnation && !failpoint.On("fencing") {

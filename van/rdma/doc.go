@@ -19,7 +19,7 @@
 //	device.go, node.go                                    what connections share
 //	inbound.go, slots.go, budget.go, reclaim.go, slotmemory.go     receiving side
 //	peer.go, sent.go, put.go, send.go, pull.go, notify.go, dial.go, dialing.go     sending side
-//	native.go, stepmesh.go                                the dialects
+//	native.go, batch.go, stepmesh.go                      the dialects
 //	receive.go, source.go                                 completions, the engine's source
 //	prove.go, accept.go, peers.go, liveness.go, van.go    admission, tables, probes of busy processes (package liveness), the van
 package rdma

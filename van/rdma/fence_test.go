@@ -135,7 +135,7 @@ func TestDataOfAProcessNotInTheTable(t *testing.T) {
 		h := handshake{node: 11, port: p.port, host: p.addr.String(), epoch: 77, qp: q, qpCount: 2, incarnation: 5}
 		return h.encode()
 	})
-	slot := c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{4096, kindPush | kindRequest | kindHost, 4096}, origin: 1})
+	slot := c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{4096, kindHost, 4096}, origin: 1})
 	s.connect(&testNode{who: van.Node{ID: 11, Hostname: "10.77.9.9", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 6}).Encode()}})
 	c.notify(0, slot.index, slot.meta, slot.metaKey, encode(r, push(s, 1, 1, value(100, 1)), &trailer{packed: true, frames: 2, lens: [van.MaxFrames]uint32{8, 100}}))
 	s.says("rdma: dropped a message of a process that the cluster's table does not name", van.NodeName(11))

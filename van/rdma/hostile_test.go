@@ -65,7 +65,7 @@ func TestHostileSlotRequests(t *testing.T) {
 	for _, ours := range []bool{true, false} {
 		t.Run(fmt.Sprintf("ours %t", ours), func(t *testing.T) {
 			h := newHostileWorld(t, ours)
-			good := slotRequest{metaLen: 300, dataNum: nativeSlotRequest, data: [4]uint64{1024, kindPush | kindRequest, 600}, origin: 5, key: 6}
+			good := slotRequest{metaLen: 300, dataNum: nativeSlotRequest, data: [4]uint64{1024, 0, 600}, origin: 5, key: 6}
 			if !ours {
 				good.dataNum, good.data = 2, [4]uint64{8, 600}
 			}
@@ -79,7 +79,7 @@ func TestHostileSlotRequests(t *testing.T) {
 			}
 			if ours {
 				bad = append(bad, func(s *slotRequest) { s.data[0] = tooMuch }, func(s *slotRequest) { s.data[0] = roundedData + 1 },
-					func(s *slotRequest) { s.data[2] = 1025 }, func(s *slotRequest) { s.dataNum = 2 })
+					func(s *slotRequest) { s.dataNum = 2 })
 			} else {
 				bad = append(bad, func(s *slotRequest) { s.data[1] = tooMuch }, func(s *slotRequest) { s.data[1] = 1 << 31 })
 			}
@@ -116,7 +116,7 @@ func TestHostileSlotRequests(t *testing.T) {
 // TestHostileNotifications writes invalid data, inside and outside of slots.
 func TestHostileNotifications(t *testing.T) {
 	h := newHostileWorld(t, true)
-	s := slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1, key: 6}
+	s := slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, 0, 1024}, origin: 1, key: 6}
 	r := h.c.ask(s)
 	n := uint64(0)
 	say := func(what string, imm uint32, b []byte) {
@@ -361,7 +361,7 @@ func TestHostileServer(t *testing.T) {
 	}
 	addr, key := uint64(0x1000), p.mr.RKey()
 	sendReply(slotReply{origin: q.origin + 1, index: 1, meta: addr, metaKey: key})
-	sendReply(slotReply{origin: 0, flags: replyNone})
+	sendReply(slotReply{origin: 0})
 	sendReply(slotReply{origin: q.origin, index: maxIndex, meta: addr, metaKey: key})
 	sendReply(slotReply{origin: q.origin, index: math.MaxUint32, meta: addr, metaKey: key})
 	for _, t := range []trailer{{n: 1}, {n: maxCredits + 1}, {frames: 1}} {

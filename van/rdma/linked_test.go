@@ -84,7 +84,7 @@ func TestRepliesWaitForQueue(t *testing.T) {
 		}
 		for i := range n {
 			var b [slotRequestLen]byte
-			(&slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{512, kindPush | kindRequest, 512}, origin: uint64(said + i)}).put(b[:])
+			(&slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{512, 0, 512}, origin: uint64(said + i)}).put(b[:])
 			c.send(immSlotRequest, b[:])
 		}
 		r.until("those without room wait", func() bool {

@@ -30,24 +30,33 @@ type outgoing struct {
 	request, push bool
 	singleKey     bool // in StepMesh's form: one key, which the meta repeats
 	key           uint64
-	destination   backend.Mem
-	pullKey       pullKey
+	answer        pulledAnswer
 	direct        bool // the value is written to addr with rkey
 	addr          uint64
 	rkey          uint32
-	pullLen       int  // length of a pull request's answer
-	invalidated   bool // no caller waits for the answer any more
 	id            requestID
 	canceled      bool // the memory of the frames belongs to the caller again
 
-	frames int
-	lens   [van.MaxFrames]uint32
-	data   [van.MaxFrames]backend.Mem // registered memory of the caller; empty if the frame was copied
-	copies []byte                     // the copied frames, each aligned
-	done   van.Completion
-	size   int  // bytes of payload
-	unsent int  // part of size that peer.unsent includes
-	inMeta bool // all frames were copied, and fit behind the meta
+	frames   int
+	lens     [van.MaxFrames]uint32
+	data     [van.MaxFrames]backend.Mem // registered memory of the caller; empty if the frame was copied
+	copies   []byte                     // the copied frames, each aligned
+	done     van.Completion
+	zeroCopy bool // the device reads a value from the caller's memory
+	size     int  // bytes of payload
+	unsent   int  // part of size that peer.unsent includes
+	inMeta   bool // the frames, or the placements and inline values of a batch, are between the meta and the trailer
+
+	parts  []outPart // of a batch
+	inline int       // bytes of a batch's inline values, each aligned
+}
+
+// pulledAnswer says where the answer to a pull request belongs.
+type pulledAnswer struct {
+	into        backend.Mem
+	key         pullKey
+	len         int
+	invalidated bool // no caller waits for the answer any more
 }
 
 // smallPayload is the largest payload whose frames Send copies: a copy costs less than registering the caller's memory.
@@ -79,34 +88,37 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	o.control = msg.IsControl()
 	o.oneShot, o.request, o.push, o.key = control, msg.Request, msg.Push, msg.Key
 	o.frames, o.size, o.lens = msg.Frames, size, [van.MaxFrames]uint32{}
-	o.destination, o.direct, o.singleKey, o.pullLen, o.invalidated = backend.Mem{}, false, false, 0, false
+	o.answer.into, o.direct, o.singleKey, o.answer.len, o.answer.invalidated = backend.Mem{}, false, false, 0, false
 	o.id, o.canceled = requestID{msg.AppID, msg.CustomerID, msg.Timestamp}, false
+	o.copies, o.parts, o.zeroCopy = o.copies[:0], o.parts[:0], false
+	if msg.IsBatch() {
+		o.fillParts(msg)
+		return nil
+	}
 	if !control && msg.Frames >= 2 && msg.Keys.Len() == 8 && msg.Keys.OnHost() {
 		o.useSingleKeyForm(msg)
 	}
-	o.copies = o.copies[:0]
-	zeroCopy := false
 	for i := range msg.Frames {
 		f := msg.Frame(i)
 		o.lens[i], o.data[i] = uint32(f.Len()), backend.Mem{}
 		if o.singleKey && i != 1 || f.Len() == 0 {
 			continue // the receiver derives them from the meta
 		}
-		if f.OnHost() && (f.Len() < smallFrame || size <= smallPayload-van.MaxFrames*frameAlign) {
+		if f.OnHost() && (f.Len() < smallFrame || size <= inlineValue) {
 			o.copies = append(o.copies, f.Host()...)
 			continue
 		}
 		o.data[i] = f
 		f.Retain() // recycle releases it
-		zeroCopy = true
+		o.zeroCopy = true
 	}
 	if n := o.packedLen(); n > maxData {
 		return fmt.Errorf("%w: %d bytes of payload, each frame aligned to %d, want at most %d", van.ErrInvalid, n, frameAlign, maxData)
 	}
-	if zeroCopy {
+	if o.zeroCopy {
 		o.done = msg.Done
 	}
-	o.inMeta = !zeroCopy && o.frames > 0 && len(o.copies) > 0 && aligned(len(o.meta))+o.packedLen()+trailerLen <= conn.CellSize
+	o.inMeta = !o.zeroCopy && o.frames > 0 && len(o.copies) > 0 && aligned(len(o.meta))+o.packedLen()+trailerLen <= conn.CellSize
 	return nil
 }
 
@@ -123,9 +135,9 @@ func (o *outgoing) useSingleKeyForm(msg *van.Message) {
 	le.PutUint64(o.meta[metaKey:], key)
 	o.singleKey, o.key = true, key
 	if pull {
-		o.pullLen = int(msg.ValLen)
-		if msg.Into.Len() == o.pullLen && msg.Addr == msg.Into.Addr() {
-			o.destination, o.pullKey = msg.Into, keyOf(&msg.Meta)
+		o.answer.len = int(msg.ValLen)
+		if msg.Into.Len() == o.answer.len && msg.Addr == msg.Into.Addr() {
+			o.answer.into, o.answer.key = msg.Into, keyOf(&msg.Meta)
 		}
 	}
 	if !msg.Request && !msg.Push && msg.Option != 0 && msg.Vals.Len() > 0 {
@@ -135,12 +147,7 @@ func (o *outgoing) useSingleKeyForm(msg *van.Message) {
 
 // isZeroCopy reports whether o is a request whose value the device reads from the caller's memory.
 func (o *outgoing) isZeroCopy() bool {
-	return o.request && !o.oneShot && o.data != [van.MaxFrames]backend.Mem{}
-}
-
-// fitsBundle reports whether all of o fits into the cell of its meta.
-func (o *outgoing) fitsBundle() bool {
-	return !o.oneShot && (o.inMeta || len(o.copies) == 0 && o.data == [len(o.data)]backend.Mem{})
+	return o.request && !o.oneShot && o.zeroCopy
 }
 
 // packedLen returns the number of bytes that are written to the slot's data.

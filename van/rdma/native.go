@@ -16,104 +16,63 @@ import (
 
 // nativeOut is the dialect of a link to a native node.
 type nativeOut struct {
-	keySlots map[uint64]bool // whether a key has slots of its own; no entry: unknown
+	buffers map[uint64]remoteBuffer // receive buffers that the peer has announced, by key
 }
 
-// maxKeys limits the entries of keys without slots of their own.
-const maxKeys = 1 << 16
-
-func (d *nativeOut) setKeySlot(key uint64, own bool) {
-	if len(d.keySlots) >= maxKeys {
-		for k, own := range d.keySlots {
-			if !own {
-				delete(d.keySlots, k)
-			}
-		}
-	}
-	d.keySlots[key] = own
-}
+// maxBuffers limits the receive buffers that a peer may announce.
+const maxBuffers = 1 << 16
 
 func (d *nativeOut) check(*outgoing) error { return nil }
 
 func (d *nativeOut) need(o *outgoing) rendezvous.Need {
-	n := rendezvous.Need{OneShot: o.oneShot, Meta: len(o.meta) + trailerLen}
+	n := rendezvous.Need{OneShot: o.oneShot}
+	n.Meta, _ = d.layout(o)
 	if n.Meta > conn.CellSize {
 		n.Meta = 1 << bits.Len(uint(n.Meta-1)) // a power of two, so that the slot can be used again for other metas
 	}
 	n.Meta = max(n.Meta, conn.CellSize)
-	if !o.direct && !o.inMeta && !(o.request && !o.push && o.singleKey) {
-		n.Exact = o.packedLen()
-	}
-	n.Route.Class, n.Data = rendezvous.Class(n.Exact)
-	n.Route.Host = n.Exact > 0 && !o.singleKey // the payload includes keys
-	if o.oneShot {
-		n.Data = n.Exact
-		return n
-	}
-	if o.request && o.push && o.singleKey && n.Exact > 0 {
-		if own, known := d.keySlots[o.key]; own || !known {
-			n.Route = rendezvous.Route{Key: o.key, Push: true, Request: true}
-			if own {
-				n.Data = n.Exact
-			}
-		}
+	slot := d.place(o)
+	if n.Data = slot; !o.oneShot {
+		n.Route.Class, n.Data = rendezvous.Class(slot)
+		n.Route.Host = slot > 0 && !o.singleKey && !o.isBatch() // the payload includes keys
 	}
 	return n
 }
 
 func (d *nativeOut) completeRequest(s *slotRequest, o *outgoing, need rendezvous.Need) {
-	s.dataNum = nativeSlotRequest
-	s.data[0], s.data[2] = uint64(need.Data), uint64(need.Exact)
-	if o.push {
-		s.data[1] |= kindPush
-	}
-	if o.request {
-		s.data[1] |= kindRequest
-	}
+	s.dataNum, s.data[0] = nativeSlotRequest, uint64(need.Data)
 	if need.Route.Host {
 		s.data[1] |= kindHost
 	}
 	if o.oneShot {
 		s.data[1] |= kindOneShot
-	} else if need.Route.Class == 0 {
-		s.data[1] |= kindKeyed
-		s.key = need.Route.Key
+	} else if o.request && o.push && o.singleKey {
+		s.data[1] |= kindPush
+		s.data[2], s.key = uint64(o.lens[1]), o.key
 	}
 }
 
 func (d *nativeOut) handleReply(snd *rendezvous.Sender[*outgoing], r *slotReply) (refused *outgoing, why error, ok bool) {
-	need, known := snd.Requested(r.origin)
-	keyed := known && !need.OneShot && need.Route.Class == 0
 	switch {
-	case r.flags&replyRefused != 0:
-		if known && snd.Shared(need) {
-			d.setKeySlot(need.Route.Key, false)
-		}
-		o, need, dropped := snd.Refused(r.origin)
-		switch {
-		case !dropped:
-			return nil, nil, true
-		case r.flags&replyBudget != 0:
-			return o, fmt.Errorf("%w: %d bytes, with what it has registered for this node, are more than STEPAF_RDMA_PEER_BUDGET of the peer allows", van.ErrQueueFull, need.Data), true
-		}
-		return o, fmt.Errorf("the peer has no memory for %d bytes", need.Data), true
-	case r.index >= maxIndex || !known || r.flags&replyNone != 0 && !keyed:
-		return nil, nil, false
-	case r.flags&replyNone != 0:
-		d.setKeySlot(need.Route.Key, false)
-		snd.UseShared(r.origin)
+	case r.flags&replyBuffer != 0:
+		return nil, nil, snd.NotNeeded(r.origin)
+	case r.flags&replyRefused == 0:
+		return nil, nil, r.index < maxIndex && snd.Reply(r.origin, r.slot())
+	}
+	o, need, dropped := snd.Refused(r.origin)
+	switch {
+	case !dropped:
 		return nil, nil, true
+	case r.flags&replyBudget != 0:
+		return o, fmt.Errorf("%w: %d bytes, with what it has registered for this node, are more than STEPAF_RDMA_PEER_BUDGET of the peer allows", van.ErrQueueFull, need.Data), true
 	}
-	var shared *rendezvous.Route
-	if keyed {
-		d.setKeySlot(need.Route.Key, r.flags&replyShared == 0)
-		if r.flags&replyShared != 0 {
-			class, _ := rendezvous.Class(need.Data)
-			shared = &rendezvous.Route{Class: class}
-		}
+	return o, fmt.Errorf("the peer has no memory for %d bytes", need.Data), true
+}
+
+func (d *nativeOut) noteBuffer(b remoteBuffer) {
+	if _, known := d.buffers[b.key]; known || len(d.buffers) < maxBuffers {
+		d.buffers[b.key] = b
 	}
-	snd.Reply(r.origin, r.slot(), shared)
-	return nil, nil, true
 }
 
 func (d *nativeOut) requestAnswered(*rendezvous.Sender[*outgoing], uint64, bool) bool { return false }
@@ -121,7 +80,42 @@ func (d *nativeOut) requestAnswered(*rendezvous.Sender[*outgoing], uint64, bool)
 // mustSend: an answer to an invalidated request is sent, since the receiver drops it.
 func (d *nativeOut) mustSend(*outgoing) bool { return true }
 
+// place decides where the values of o are written, and stores that in o. It returns how many bytes are written to the slot's value memory.
+func (d *nativeOut) place(o *outgoing) (slot int) {
+	if !o.isBatch() {
+		if b := d.buffers[o.key]; o.request && o.push && o.singleKey && o.data[1].Len() > 0 {
+			if o.direct = b.len >= int(o.lens[1]); o.direct {
+				o.addr, o.rkey = b.addr, b.rkey
+				le.PutUint64(o.meta[metaAddr:], b.addr)
+			}
+		}
+		if o.direct || o.inMeta || o.request && !o.push && o.singleKey {
+			return 0
+		}
+		return o.packedLen()
+	}
+	for i := range o.parts {
+		x := &o.parts[i]
+		if x.mem.Len() == 0 {
+			continue
+		}
+		if o.request {
+			b := d.buffers[x.key]
+			x.addr, x.rkey, x.placed = b.addr, b.rkey, b.len >= x.len
+		} else {
+			x.placed = x.rkey != 0
+		}
+		if !x.placed {
+			slot = aligned(slot) + x.len
+		}
+	}
+	return slot
+}
+
 func (d *nativeOut) layout(o *outgoing) (n int, inMeta bool) {
+	if o.isBatch() {
+		return aligned(len(o.meta)) + aligned(placementLen*len(o.parts)) + o.inline + trailerLen, true
+	}
 	if o.inMeta {
 		return aligned(len(o.meta)) + o.packedLen() + trailerLen, true
 	}
@@ -129,7 +123,7 @@ func (d *nativeOut) layout(o *outgoing) (n int, inMeta bool) {
 }
 
 func (d *nativeOut) trailer(o *outgoing, inMeta bool) (trailer, bool) {
-	t := trailer{packed: !o.singleKey, placed: o.direct && !inMeta, frames: o.frames, lens: o.lens, inMeta: inMeta}
+	t := trailer{packed: !o.singleKey && !o.isBatch(), placed: o.direct && !inMeta, frames: o.frames, lens: o.lens, inMeta: inMeta}
 	if inMeta {
 		t.metaLen = len(o.meta)
 	}
@@ -139,89 +133,28 @@ func (d *nativeOut) trailer(o *outgoing, inMeta bool) (trailer, bool) {
 // nativeIn is the dialect of a connection that a native node has opened.
 type nativeIn struct{ slotSet }
 
-func (d nativeIn) need(s *slotRequest) (n rendezvous.Need, kind uint64, err error) {
-	return s.need(true)
-}
+func (d nativeIn) need(s *slotRequest) (rendezvous.Need, error) { return s.need(true) }
 
 func (d nativeIn) refuse(origin uint64, flags uint32, _ error) {
 	d.sendReply(&slotReply{origin: origin, flags: replyRefused | flags}, nil)
 }
 
-// sharedSlotsSuffice reports whether the key needs no slot of its own: it has no registered buffer, and its size class has many slots.
-// Otherwise the number of slots would grow with the number of keys.
-func (d nativeIn) sharedSlotsSuffice(s *slotRequest, need rendezvous.Need, kind uint64) bool {
-	if kind&kindKeyed == 0 || need.Data == 0 {
-		return false
-	}
-	if _, ok := d.registeredBuffer(s, need, kind); ok {
-		return false
-	}
-	class, size := rendezvous.Class(need.Data)
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return len(d.slots.granted[rendezvous.Route{Class: class}]) >= rendezvous.Eager(size)
+func (d nativeIn) announces(s *slotRequest) bool {
+	return s.data[1]&kindPush != 0 && d.announceBuffer(s.key, int(min(s.data[2], maxData)))
 }
-
-func (d nativeIn) route(need rendezvous.Need, kind uint64) rendezvous.Route {
-	if kind&kindKeyed != 0 {
-		return need.Route
-	}
-	class, _ := rendezvous.Class(need.Data)
-	return rendezvous.Route{Host: need.Route.Host, Class: class}
-}
-
-func (d nativeIn) usesBuffer(kind uint64) bool { return kind&kindKeyed != 0 }
 
 func (d nativeIn) needsData(need rendezvous.Need) bool { return need.Data > 0 }
 
-func (d nativeIn) dataCost(_ *slotRequest, need rendezvous.Need, kind uint64) int {
-	if kind&kindKeyed != 0 {
-		_, size := rendezvous.Class(need.Data)
-		return size
-	}
-	return need.Data
+func (d nativeIn) dataCost(_ *slotRequest, need rendezvous.Need) int { return need.Data }
+
+func (d nativeIn) valueArea(_ *slotRequest, need rendezvous.Need) (*area, error) {
+	return d.newArea(need.Data, need.Route.Host)
 }
 
-func (d nativeIn) valueArea(l *receiveSlot, _ *slotRequest, need rendezvous.Need, kind uint64, r *slotReply) (*area, error) {
-	if kind&kindKeyed != 0 {
-		r.flags |= replyShared
-		l.Route = rendezvous.Route{}
-		l.Route.Class, l.Data = rendezvous.Class(need.Data)
-	}
-	return d.newArea(l.Data, need.Route.Host)
-}
-
-// record adds l to the slots of its route. Slots of one key end when its sender has outgrown them, see endOutgrown. in.mu is held.
+// record adds l to the slots of its route. in.mu is held.
 func (d nativeIn) record(l *receiveSlot) {
 	if !l.OneShot {
 		d.slots.granted[l.Route] = append(d.slots.granted[l.Route], l)
-	}
-}
-
-// endOutgrown ends the slots of q's key that are smaller than q asks for and older than q. By sending q, the peer has released them,
-// even if q is refused.
-func (d nativeIn) endOutgrown(q *slotRequest) {
-	need, kind, err := d.need(q)
-	if err != nil || kind&kindKeyed == 0 || need.OneShot {
-		return
-	}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.closed {
-		return
-	}
-	all := d.slots.granted[need.Route]
-	remaining := all[:0]
-	for _, x := range all {
-		if x.Memory.origin >= q.origin || x.Data >= need.Exact && len(x.Memory.meta.Mem) >= need.Meta {
-			remaining = append(remaining, x)
-			continue
-		}
-		d.endSlot(x)
-	}
-	clear(all[len(remaining):])
-	if d.slots.granted[need.Route] = remaining; len(remaining) == 0 {
-		delete(d.slots.granted, need.Route)
 	}
 }
 
@@ -250,17 +183,6 @@ func (d nativeIn) handleSend(c *verbs.Completion, t *trailer) (known bool) {
 		return false
 	}
 	return true
-}
-
-func (d nativeIn) previousEnd(b []byte) (end int, err error) {
-	const least = rawMeta + trailerLen
-	if !d.handshake.bundles || len(b) < least {
-		return 0, nil // splitMeta refuses what is too short
-	}
-	if end = int(le.Uint16(b[len(b)-trailerLen+offBefore:])); end > 0 && (end < least || aligned(end) > len(b)-least) {
-		return 0, &van.FieldError{Field: "trailer end of the previous message", Value: end, Want: fmt.Sprintf("0, or %d to %d", least, len(b)-least)}
-	}
-	return end, nil
 }
 
 func (d nativeIn) splitMeta(b []byte, t *trailer) (meta, behind []byte, err error) {
@@ -292,8 +214,11 @@ func (d nativeIn) endsSlot(*van.Message) bool { return false }
 func (d nativeIn) returnsCredits() bool { return true }
 
 // frames locates the frames of a message. behind holds the inline frames.
-func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte) error {
+func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte) (err error) {
 	m := &rx.msg
+	if m.IsBatch() {
+		return d.parts(rx, l, t, behind)
+	}
 	m.Frames = t.frames
 	data, room := l.Memory.data, min(l.Data, l.Memory.data.Len())
 	if t.inMeta {
@@ -322,9 +247,14 @@ func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte
 		}
 		into, copied = d.v.endPull(d.handshake.node, &m.Meta, small)
 	}
+	if t.placed && m.Request {
+		m.Vals, err = d.announced(m.Key, n, m.Addr)
+		m.Placed = true
+		return err
+	}
 	if t.placed {
-		if m.Push { // true of all requests that reach this point
-			return &van.FieldError{Field: "trailer flags", Value: "placed", Want: "that only in answers to pull requests"}
+		if m.Push {
+			return &van.FieldError{Field: "trailer flags", Value: "placed", Want: "that only in pushes, and in answers to pulls"}
 		}
 		if into.Len() == n { // otherwise the answer is late: no caller waits for it
 			m.Vals, m.Placed = into, true
@@ -339,7 +269,6 @@ func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte
 		return nil
 	}
 	m.Vals = data.Sub(0, n)
-	m.Placed = !t.inMeta && l.Memory.region != nil
 	rx.slot = l
 	return nil
 }

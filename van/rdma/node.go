@@ -94,7 +94,7 @@ func (v *node) PathTo(int) van.Path { return van.Path{Over: "ibverbs", Device: t
 
 // newHandshake returns this node's handshake.
 func (v *node) newHandshake(epoch uint32) handshake {
-	return handshake{node: int(v.local.id.Load()), port: v.local.self.Port, host: v.local.self.Hostname, native: true, bundles: true, epoch: epoch, qpCount: v.cfg.QPNum, incarnation: v.local.incarnation}
+	return handshake{node: int(v.local.id.Load()), port: v.local.self.Port, host: v.local.self.Hostname, native: true, epoch: epoch, qpCount: v.cfg.QPNum, incarnation: v.local.incarnation}
 }
 
 func (v *node) addConnLocked(serial uint32, c *connection) {

@@ -73,8 +73,6 @@ type link struct {
 	native  bool // the peer is a native node
 	// numbered: control messages have numbers, so that the uncertain ones can be sent again after a break.
 	numbered    bool
-	bundles     bool   // several small messages may be sent in one write
-	bundle      bundle // the last write, if messages may be added
 	connectedAs int    // this node's id when it connected
 	process     uint32 // incarnation in the peer's answer; 0: not known
 	upProof     upProof
@@ -99,14 +97,21 @@ type pullDestination struct {
 	link     *link
 }
 
+// keptParts is the capacity of parts that a pooled message keeps.
+const keptParts = 32
+
 func (p *peer) recycle(o *outgoing) {
 	p.unsent -= o.unsent
 	o.unsent = 0
 	for _, m := range o.data {
 		m.Release() // the region itself retains memory that the device reads
 	}
-	o.done, o.destination, o.data = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}
-	if len(p.free) < 256 && cap(o.meta) <= 4*metaRoom && cap(o.copies) <= 2*stageEach {
+	for i := range o.parts {
+		o.parts[i].mem.Release()
+	}
+	clear(o.parts)
+	o.done, o.answer.into, o.data, o.parts = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}, o.parts[:0]
+	if len(p.free) < 256 && cap(o.meta) <= 4*metaRoom && cap(o.copies) <= 2*stageEach && cap(o.parts) <= keptParts {
 		p.free = append(p.free, o)
 	}
 }
@@ -120,7 +125,6 @@ func (p *peer) flush() {
 	if l == nil || l.queue.Unposted() == 0 {
 		return
 	}
-	l.bundle = bundle{}
 	if err := l.queue.Post(); err != nil {
 		l.fail(asLost(err))
 	}

@@ -147,10 +147,10 @@ func (v acceptor) openedLocked(in *inbound) {
 // unprovedIn is the dialect of an unproved connection. Its opener may send only the proof.
 type unprovedIn struct{ nativeIn }
 
-func (d unprovedIn) need(*slotRequest) (n rendezvous.Need, kind uint64, err error) {
+func (d unprovedIn) need(*slotRequest) (n rendezvous.Need, err error) {
 	err = &van.FieldError{Field: "SEND immediate", Value: immSlotRequest, Want: "3 first, with a proof"}
 	d.failUnproved(auth.ErrNoSecret)
-	return n, 0, err
+	return n, err
 }
 
 func (d unprovedIn) refuse(uint64, uint32, error) {}

@@ -172,7 +172,7 @@ func (c *rawConn) opening(k *auth.Keys, request []byte) *upProof {
 }
 
 // slotWanted is a slot request that a node grants.
-var slotWanted = slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, kindPush | kindRequest, 600}, origin: 5, key: 6}
+var slotWanted = slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, 0, 600}, origin: 5, key: 6}
 
 // TestUnprovedRequests: connect requests without a valid proof are rejected, and no state is made for them.
 func TestUnprovedRequests(t *testing.T) {

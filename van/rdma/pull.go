@@ -27,24 +27,17 @@ func (p *peer) handleSlotReply(l *link, r *slotReply) bool {
 	return ok
 }
 
-// endPull ends the request that msg answers. It returns the memory of the request's destination, if msg refers to it. If value is the
+// openPulls is the view of a peer on its pull requests that have not been answered.
+type openPulls struct{ *peer }
+
+// end ends the request that msg answers. It returns the memory of the request's destination, if msg refers to it. If value is the
 // answer's value and has the right length, it is copied there. The copy must happen under the lock: after it, Invalidate may have given
 // the memory back to the caller.
-func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied bool) {
+func (p openPulls) end(msg *van.Meta, value []byte) (mem backend.Mem, copied bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !msg.Push {
-		k := keyOf(msg)
-		if x, ok := p.pulls[k]; ok {
-			delete(p.pulls, k)
-			if msg.Addr == x.mem.Addr() && int(msg.ValLen) == x.mem.Len() {
-				mem = x.mem
-				if copied = len(value) > 0 && len(value) == mem.Len() && mem.OnHost(); copied {
-					copy(mem.Host(), value)
-				}
-			}
-			x.region.Release()
-		}
+		mem, copied = p.take(keyOf(msg), msg.Addr, int(msg.ValLen), value)
 	}
 	if l := p.link; l != nil && l.dialect.requestAnswered(p.sender, msg.Key, msg.Push) {
 		p.pump()
@@ -53,17 +46,34 @@ func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied boo
 	return mem, copied
 }
 
-// endPull calls peer.endPull for the peer with this node id, if there is one.
+// take removes pull k. It returns the destination if addr and n are its address and length, and copies value there. p.mu is held.
+func (p openPulls) take(k pullKey, addr uint64, n int, value []byte) (mem backend.Mem, copied bool) {
+	x, ok := p.pulls[k]
+	if !ok {
+		return mem, false
+	}
+	delete(p.pulls, k)
+	if addr == x.mem.Addr() && n == x.mem.Len() {
+		mem = x.mem
+		if copied = len(value) > 0 && len(value) == mem.Len() && mem.OnHost(); copied {
+			copy(mem.Host(), value)
+		}
+	}
+	x.region.Release()
+	return mem, copied
+}
+
+// endPull calls openPulls.end for the peer with this node id, if there is one.
 func (v *node) endPull(node int, m *van.Meta, value []byte) (into backend.Mem, copied bool) {
 	if p := (*v.tables.peers.Load())[node]; p != nil {
-		return p.endPull(m, value)
+		return openPulls{p}.end(m, value)
 	}
 	return backend.Mem{}, false
 }
 
-// releasePulls releases the destinations that a StepMesh node will no longer write to, since its connection has ended. again says that
+// release releases the destinations that a StepMesh node will no longer write to, since its connection has ended. again says that
 // it has connected again: answers to requests on p.link may then still be sent.
-func (p *peer) releasePulls(again bool) {
+func (p openPulls) release(again bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for k, x := range p.pulls {
@@ -175,8 +185,17 @@ func (p *peer) handleSend(d *device, l *link, c *verbs.Completion) {
 		if err = r.get(b); err == nil {
 			p.handleReclaim(l, &r)
 		}
+	case immBuffer:
+		var r remoteBuffer
+		if err = r.get(b); err == nil {
+			p.mu.Lock()
+			if p.link == l { // otherwise it may not be established yet, and has no dialect
+				l.dialect.noteBuffer(r)
+			}
+			p.mu.Unlock()
+		}
 	default:
-		err = &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "1, 2 or 4"}
+		err = &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "1, 2, 4 or 6"}
 	}
 	if err != nil {
 		p.v.malformedFrom(p.name(), err)

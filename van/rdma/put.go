@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
@@ -36,21 +37,20 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 		p.reject(id, o, at, err)
 		return
 	}
-	split := !inMeta && p.v.cfg.SplitQPLag && l.canSplit(o)
+	split := p.v.cfg.SplitQPLag && l.canSplit(o, inMeta)
 	if split {
 		l.announceParts(meta)
 	}
 	byReference := p.putTrailer(r, o, meta, inMeta, split)
-	if inMeta {
+	switch {
+	case o.isBatch():
+		l.addParts(id, o, at, meta[aligned(len(o.meta)):], split)
+	case inMeta:
 		o.writeFrames(meta[aligned(len(o.meta)):])
-	} else {
+	default:
 		l.addPayload(id, o, at, stage[metaRoom:], split)
 	}
 	l.addMeta(id, at, meta, byReference)
-	l.bundle = bundle{}
-	if l.bundles && o.fitsBundle() {
-		l.bundle = bundle{record: id, end: n, limit: min(at.MetaLen, len(stage))}
-	}
 	p.noteSent(r, o)
 }
 
@@ -59,30 +59,48 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 func (p *peer) stageMeta(r *conn.Record[sentMessage], o *outgoing, stage []byte, n int, inMeta bool) ([]byte, error) {
 	l := p.link
 	meta := stage[:min(n, len(stage))]
-	room := metaRoom
-	if len(o.copies) == 0 {
-		room = len(stage)
+	room := len(stage)
+	if !inMeta && len(o.copies) > 0 {
+		room = metaRoom
 	}
-	if !inMeta && n > room {
-		b, err := conn.NewBlock(l.queue.Device, n, 0)
+	if n > room {
+		b, err := l.queue.NewLarge(n)
 		if err != nil {
 			return nil, fmt.Errorf("a meta of %d bytes: %w", n, err)
 		}
-		r.Large, meta = b, b.Mem.Host()
+		r.Large, meta = b, b.Mem.Host()[:n]
 	}
 	copy(meta, o.meta)
-	if err := l.registerFrames(r, o); err != nil {
+	if err := l.registerValues(r, o); err != nil {
 		return nil, err
 	}
-	if o.destination.Len() > 0 {
-		return meta, p.registerDestination(l, o, meta)
+	if o.answer.into.Len() > 0 {
+		rkey, err := p.registerDestination(l, o.answer.into, o.answer.key)
+		if err != nil {
+			return nil, err
+		}
+		le.PutUint32(meta[metaOption:], rkey)
+	}
+	for i := range o.parts {
+		x := &o.parts[i]
+		if x.into.Len() == 0 {
+			continue
+		}
+		rkey, err := p.registerDestination(l, x.into, x.pull)
+		if err != nil {
+			return nil, err
+		}
+		x.addr, x.rkey = x.into.Addr(), rkey
 	}
 	return meta, nil
 }
 
-// canSplit reports whether o's value can be split over the queue pairs, and is large enough.
-func (l *link) canSplit(o *outgoing) bool {
-	return len(l.queue.QueuePairs) > 1 && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
+// canSplit reports whether a value of o can be split over the queue pairs, and is large enough.
+func (l *link) canSplit(o *outgoing, inMeta bool) bool {
+	if o.isBatch() {
+		return len(l.queue.QueuePairs) > 1 && slices.ContainsFunc(o.parts, func(x outPart) bool { return x.splits() })
+	}
+	return len(l.queue.QueuePairs) > 1 && !inMeta && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
 }
 
 // announceParts says in the meta of a split message how many notifications of parts precede it.
@@ -153,34 +171,43 @@ const flushSize = 32 << 10
 // minSplit is the length from which a value is split over the queue pairs.
 const minSplit = 8 << 10
 
-// registerFrames registers the caller's memory with the device.
-func (l *link) registerFrames(r *conn.Record[sentMessage], o *outgoing) error {
-	for i := range o.frames {
-		if o.data[i].Len() == 0 {
-			continue
+// registerValues registers the caller's memory with the device.
+func (l *link) registerValues(r *conn.Record[sentMessage], o *outgoing) error {
+	register := func(m backend.Mem) error {
+		if m.Len() == 0 {
+			return nil
 		}
-		reg, err := l.device.regions.Get(o.data[i], 0)
+		reg, err := l.device.regions.Get(m, 0)
 		if err != nil {
-			return fmt.Errorf("value of %d bytes: %w", o.data[i].Len(), err)
+			return fmt.Errorf("value of %d bytes: %w", m.Len(), err)
 		}
-		r.Regions[r.N] = reg
-		r.N++
+		r.Regions = append(r.Regions, reg)
+		return nil
+	}
+	for i := range o.frames {
+		if err := register(o.data[i]); err != nil {
+			return err
+		}
+	}
+	for i := range o.parts {
+		if err := register(o.parts[i].mem); err != nil {
+			return err
+		}
 	}
 	return nil
 }
 
-// registerDestination registers the memory of the answer's destination, and puts its key into the meta.
-func (p *peer) registerDestination(l *link, o *outgoing, meta []byte) error {
-	reg, err := l.device.regions.Get(o.destination, verbs.LocalWrite|verbs.RemoteWrite)
+// registerDestination registers mem, the destination of the answer to pull k, and returns the rkey.
+func (p *peer) registerDestination(l *link, mem backend.Mem, k pullKey) (rkey uint32, err error) {
+	reg, err := l.device.regions.Get(mem, verbs.LocalWrite|verbs.RemoteWrite)
 	if err != nil {
-		return fmt.Errorf("memory for the answer, %d bytes: %w", o.destination.Len(), err)
+		return 0, fmt.Errorf("memory for the answer, %d bytes: %w", mem.Len(), err)
 	}
-	if old, again := p.pulls[o.pullKey]; again {
+	if old, again := p.pulls[k]; again {
 		old.region.Release()
 	}
-	p.pulls[o.pullKey] = pullDestination{o.destination, reg, !l.native, l}
-	le.PutUint32(meta[metaOption:], reg.MR.RKey())
-	return nil
+	p.pulls[k] = pullDestination{mem, reg, !l.native, l}
+	return reg.MR.RKey(), nil
 }
 
 // finishUnsent ends record id, whose message is not sent.
@@ -219,21 +246,10 @@ func (l *link) addPayload(id uint32, o *outgoing, at *rendezvous.RemoteSlot, sta
 			return
 		}
 		wr.LocalAddr, wr.Len, wr.LKey = o.data[1].Addr(), o.lens[1], r.Regions[0].MR.LKey()
-		if !split {
+		if split {
+			l.addSplit(id, wr, at.Index, true)
+		} else {
 			l.queue.AddValue(id, wr)
-			return
-		}
-		part := wr.Len / uint32(len(l.queue.QueuePairs))
-		first := wr
-		first.Len = wr.Len - part*uint32(len(l.queue.QueuePairs)-1)
-		l.queue.Add(id, 0, first)
-		off := uint64(first.Len)
-		for q := 1; q < len(l.queue.QueuePairs); q++ {
-			x := wr
-			x.Op, x.Flags, x.Imm = verbs.OpWriteImm, verbs.Signaled, at.Index|immSlave
-			x.LocalAddr, x.RemoteAddr, x.Len = wr.LocalAddr+off, wr.RemoteAddr+off, part
-			l.queue.Add(id, q, x)
-			off += uint64(part)
 		}
 		return
 	}
@@ -257,6 +273,24 @@ func (l *link) addPayload(id uint32, o *outgoing, at *rendezvous.RemoteSlot, sta
 			l.queue.AddValue(id, wr)
 		}
 		off += n
+	}
+}
+
+// addSplit adds the writes of a value's equal parts on all queue pairs. The message's last parts have a notification.
+func (l *link) addSplit(id uint32, wr verbs.SendWR, slot uint32, last bool) {
+	part := wr.Len / uint32(len(l.queue.QueuePairs))
+	first := wr
+	first.Len = wr.Len - part*uint32(len(l.queue.QueuePairs)-1)
+	l.queue.Add(id, 0, first)
+	off := uint64(first.Len)
+	for q := 1; q < len(l.queue.QueuePairs); q++ {
+		x := wr
+		if last {
+			x.Op, x.Flags, x.Imm = verbs.OpWriteImm, verbs.Signaled, slot|immSlave
+		}
+		x.LocalAddr, x.RemoteAddr, x.Len = wr.LocalAddr+off, wr.RemoteAddr+off, part
+		l.queue.Add(id, q, x)
+		off += uint64(part)
 	}
 }
 
@@ -300,3 +334,41 @@ func (p *peer) returnSlots() {
 		p.sender.ReturnsSent(t.n)
 	}
 }
+
+// addParts writes the placements and the inline values of o, a batch, to b, and adds the writes of its other values.
+func (l *link) addParts(id uint32, o *outgoing, at *rendezvous.RemoteSlot, b []byte, split bool) {
+	regions := l.queue.Record(id).Regions
+	last := -1 // the last value that is split
+	for i := range o.parts {
+		if split && o.parts[i].splits() {
+			last = i
+		}
+	}
+	inline, copies, slot := b[aligned(placementLen*len(o.parts)):], o.copies, 0
+	for i := range o.parts {
+		x := &o.parts[i]
+		t := placement{addr: x.addr, rkey: x.rkey}
+		switch {
+		case x.len == 0:
+		case x.mem.Len() == 0:
+			copy(inline, copies[:x.len])
+			inline, copies = inline[aligned(x.len):], copies[x.len:]
+		default:
+			wr := verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: x.addr, RKey: x.rkey, LocalAddr: x.mem.Addr(), Len: uint32(x.len), LKey: regions[0].MR.LKey()}
+			regions = regions[1:]
+			if t.where = valueInPlace; !x.placed {
+				t.where, slot = valueInSlot, aligned(slot)
+				wr.RemoteAddr, wr.RKey = at.Data+uint64(slot), at.DataKey
+				slot += x.len
+			}
+			if split && x.splits() {
+				l.addSplit(id, wr, at.Index, i == last)
+			} else {
+				l.queue.AddValue(id, wr)
+			}
+		}
+		t.put(b[placementLen*i:])
+	}
+}
+
+func (x *outPart) splits() bool { return x.mem.Len() >= minSplit }

@@ -64,19 +64,15 @@ func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 		in.malformed(&van.FieldError{Field: "slot", Value: c.Imm, Want: "one granted on this connection"})
 		return
 	}
-	ok, over := l.Hold() // released below, when all messages of the write are decoded
+	ok, over := l.Hold() // released below, when the message is decoded
 	if !ok {
 		return // the connection has ended
 	}
-	messages, err := d.written.parse(in.dialect, l.Memory.meta.Mem, int(c.Len))
-	for _, b := range messages {
-		var rx *received
-		if rx, err = d.decode(in, l, b, over); err != nil || rx != nil && !d.arrived(in, rx) {
-			break
-		}
-	}
+	rx, err := d.decode(in, l, int(c.Len), over)
 	if err != nil {
 		in.malformed(err)
+	} else if rx != nil {
+		d.arrived(in, rx)
 	}
 	if l.OneShot {
 		v.budget.slots.End(l)
@@ -84,21 +80,19 @@ func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 	slotSet{in}.release(l)
 }
 
-// arrived queues rx behind earlier messages. It returns false if it ends the connection instead. A control message does not wait for
-// parts of data messages: its sender knows that it was written, and would not send it again if the connection ended meanwhile.
-func (d *device) arrived(in *inbound, rx *received) bool {
+// arrived queues rx behind earlier messages. A control message does not wait for parts of data messages: its sender knows that it was
+// written, and would not send it again if the connection ended meanwhile.
+func (d *device) arrived(in *inbound, rx *received) {
 	switch {
 	case rx.splits <= in.order.splits && (len(in.order.incomplete) == 0 || rx.usesControlQueue() && !slices.ContainsFunc(in.order.incomplete, (*received).usesControlQueue)):
 		d.ready.Put(rx)
 	case len(in.order.incomplete) >= maxIndex:
 		in.fail(fmt.Errorf("%w: %d messages wait for the other part of one", van.ErrMalformed, len(in.order.incomplete)))
 		rx.msg.Release()
-		return false
 	default:
 		in.order.incomplete = append(in.order.incomplete, rx)
 		in.order.hasIncomplete.Store(true)
 	}
-	return true
 }
 
 // releaseCompleted moves messages whose other parts have arrived to d.ready.
@@ -127,12 +121,16 @@ func (d *device) dropIncomplete(in *inbound) {
 	}
 }
 
-// decode decodes one message that was written to l, to which the caller holds a reference. over says that a message of an earlier write
+// decode decodes the message of n bytes that was written to l, to which the caller holds a reference. over says that an earlier message
 // is still in l. A nil message with a nil error is one to be dropped silently.
-func (d *device) decode(in *inbound, l *receiveSlot, b []byte, over bool) (*received, error) {
+func (d *device) decode(in *inbound, l *receiveSlot, n int, over bool) (*received, error) {
+	mem := l.Memory.meta.Mem
+	if n < rawMeta || n > len(mem) {
+		return nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", n), Want: fmt.Sprintf("%d to %d", rawMeta, len(mem))}
+	}
 	t := &d.trailer
 	*t = trailer{}
-	b, behind, err := in.dialect.splitMeta(b, t) // behind: the inline frames, if any
+	b, behind, err := in.dialect.splitMeta(mem[:n:n], t) // behind: the inline frames, if any
 	if err != nil {
 		return nil, err
 	}

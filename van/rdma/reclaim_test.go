@@ -143,7 +143,7 @@ func TestHoarderIsDisconnected(t *testing.T) {
 	p := newRaw(r, rawAddr, van.Node{ID: 11})
 	c := p.dial(s, 2, func(q int) []byte { return p.privateData(true, 77, q, 2) })
 	for i := range s.budget.slots.Room() {
-		c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: uint64(i), key: 6})
+		c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, 0, 1024}, origin: uint64(i), key: 6})
 	}
 	w.must(push(s, 1, 1, value(3000, 1)))
 	s.wantValue(1, value(3000, 1))
@@ -162,7 +162,7 @@ func TestPeerBudget(t *testing.T) {
 	h := newHostileWorld(t, true)
 	before := h.s.stack.Registered()
 	ask := func(n uint64) slotReply {
-		return h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{n, kindPush | kindRequest, n}, origin: n, key: 6})
+		return h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{n, 0, n}, origin: n, key: 6})
 	}
 	for range 8 {
 		if r := ask(2 << 30); r.flags != replyRefused|replyBudget {
@@ -431,7 +431,7 @@ func TestHostileReturns(t *testing.T) {
 	h := newHostileWorld(t, true)
 	h.w.must(push(h.s, 1, 900, value(6000, 1)))
 	h.s.wantValue(900, value(6000, 1))
-	mine := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1})
+	mine := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, 0, 1024}, origin: 1})
 	shot := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{0, kindOneShot}, origin: 2})
 	n := uint64(0)
 	say := func(what string, index int, refused bool) {
@@ -501,7 +501,7 @@ func TestHostileReclaims(t *testing.T) {
 	p.check(q.get(c.receive(immSlotRequest)))
 	at := uint64(uintptr(unsafe.Pointer(&p.mem[len(p.mem)-16384])))
 	var b [slotReplyLen]byte
-	(&slotReply{origin: q.origin, index: 7, meta: at, metaKey: p.mr.RKey(), data: at + conn.CellSize, dataKey: p.mr.RKey(), flags: replyShared}).put(b[:])
+	(&slotReply{origin: q.origin, index: 7, meta: at, metaKey: p.mr.RKey(), data: at + conn.CellSize, dataKey: p.mr.RKey()}).put(b[:])
 	c.send(immSlotReply, b[:])
 	for i, bad := range [][]byte{nil, make([]byte, reclaimRequestLen), make([]byte, reclaimRequestLen-1), make([]byte, slotRequestLen)} {
 		c.send(immReclaim, bad)

@@ -51,7 +51,7 @@ func TestReturnsWaitForQueue(t *testing.T) {
 	const n = maxCredits + 7 // more than one SEND can return
 	p := fullLink(w, s, n)
 	p.mu.Lock()
-	said, waiting := p.link.queue.CanBegin(), p.sender.Waiting()
+	said, waiting := p.link.queue.CanBegin(0), p.sender.Waiting()
 	p.mu.Unlock()
 	if said || waiting != 0 {
 		t.Fatalf("there is room: %t, %d messages wait; want neither", said, waiting)

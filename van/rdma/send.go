@@ -31,22 +31,21 @@ func (v *rvan) Send(msg *van.Message) error {
 		return v.sendError(msg, p, err)
 	}
 	size := msg.PayloadLen()
-	var err error
-	if msg.IsBatch() {
-		err = sendBatch(p, msg)
-	} else {
-		var done bool
-		p.mu.Lock()
-		if err = whyRefused(p, msg); err == nil {
-			idle := p.sender.Waiting() == 0
-			if done, err = p.queue(msg); err == nil {
-				sendQueued(p, msg, idle)
-			}
+	var done van.Completion // of values that were copied; not to be called while p.mu is held
+	p.mu.Lock()
+	err := whyRefused(p, msg)
+	if err == nil {
+		idle := p.sender.Waiting() == 0
+		if msg.IsBatch() && !p.assembles(msg) {
+			done, err = p.queueParts(msg)
+		} else {
+			done, err = p.queue(msg)
 		}
-		p.mu.Unlock()
-		if done {
-			msg.Done.Sent()
-		}
+		sendQueued(p, msg, idle)
+	}
+	p.mu.Unlock()
+	if done != nil {
+		done.Sent()
 	}
 	if err != nil {
 		return v.sendError(msg, p, err)
@@ -55,31 +54,21 @@ func (v *rvan) Send(msg *van.Message) error {
 	return nil
 }
 
-// sendBatch passes the messages that stand for msg, a batch, to the rendezvous: all of them, or none.
-func sendBatch(p *peer, msg *van.Message) error {
+// queueParts passes the messages of ps-lite that stand for msg, a batch, to the rendezvous: all of them, or none. p.mu is held.
+func (p *peer) queueParts(msg *van.Message) (done van.Completion, err error) {
 	for i := range msg.Parts {
 		if x := &msg.Parts[i]; x.Vals.Len() > maxData-smallFrame {
-			return fmt.Errorf("%w: %d bytes of payload of key %d, want at most %d", van.ErrInvalid, x.Vals.Len(), x.Key, maxData-smallFrame)
+			return nil, fmt.Errorf("%w: %d bytes of payload of key %d, want at most %d", van.ErrInvalid, x.Vals.Len(), x.Key, maxData-smallFrame)
 		}
 	}
-	// Done must not be called while p.mu is held.
-	all, done := van.NewAllSent(msg.Done), msg.Done
+	all, own := van.NewAllSent(msg.Done), msg.Done
 	msg.Done = all.Add()
-	defer func() { msg.Done = done }()
-	p.mu.Lock()
-	err := whyRefused(p, msg)
-	if err == nil {
-		idle := p.sender.Waiting() == 0
-		err = msg.ExpandTo((*partQueue)(p))
-		sendQueued(p, msg, idle)
-	}
-	p.mu.Unlock()
-	if err != nil {
+	err = msg.ExpandTo((*partQueue)(p))
+	if msg.Done = own; err != nil {
 		all.Cancel()
-		return err
+		return nil, err
 	}
-	all.Sent()
-	return nil
+	return all, nil
 }
 
 // partQueue queues the messages that stand for a batch.
@@ -88,8 +77,8 @@ type partQueue peer
 // SendPart implements van.PartSender.
 func (q *partQueue) SendPart(m *van.Message) error {
 	done, err := (*peer)(q).queue(m)
-	if done {
-		m.Done.Sent()
+	if done != nil {
+		done.Sent()
 	}
 	return err
 }
@@ -115,11 +104,11 @@ func whyRefused(p *peer, msg *van.Message) error {
 	return nil
 }
 
-// queue passes msg to the rendezvous. done reports that its frames have been copied. p.mu is held.
-func (p *peer) queue(msg *van.Message) (done bool, err error) {
+// queue passes msg to the rendezvous. If its values have been copied, done is the message's Done. p.mu is held.
+func (p *peer) queue(msg *van.Message) (done van.Completion, err error) {
 	size := msg.PayloadLen()
 	if size > maxData {
-		return false, fmt.Errorf("%w: %d bytes of payload, want at most %d", van.ErrInvalid, size, maxData)
+		return nil, fmt.Errorf("%w: %d bytes of payload, want at most %d", van.ErrInvalid, size, maxData)
 	}
 	var o *outgoing
 	if n := len(p.free); n > 0 {
@@ -129,12 +118,12 @@ func (p *peer) queue(msg *van.Message) (done bool, err error) {
 	}
 	if err := o.fill(msg, size); err != nil {
 		p.recycle(o)
-		return false, err
+		return nil, err
 	}
 	if p.link != nil {
 		if err := p.link.dialect.check(o); err != nil {
 			p.recycle(o)
-			return false, err
+			return nil, err
 		}
 	}
 	if o.control {
@@ -143,10 +132,12 @@ func (p *peer) queue(msg *van.Message) (done bool, err error) {
 	}
 	o.unsent = size
 	p.unsent += size
-	done = msg.Done != nil && o.done == nil
+	if o.done == nil {
+		done = msg.Done
+	}
 	if err = p.sender.Submit(o); err != nil {
 		p.recycle(o)
-		return false, fmt.Errorf("%w: %w", van.ErrInvalid, err)
+		return nil, fmt.Errorf("%w: %w", van.ErrInvalid, err)
 	}
 	return done, nil
 }
@@ -172,11 +163,13 @@ func (v *node) sendError(msg *van.Message, p *peer, err error) error {
 
 // pump carries out the rendezvous' decisions while the link can take work requests. p.mu is held.
 func (p *peer) pump() {
-	for l := p.link; l != nil && l.queue.CanBegin(); {
-		if o, ok := p.sender.First(); ok && l.bundle.fits(l, o) {
-			p.sender.TakeFirst()
-			l.bundle.add(p, o)
-			continue
+	for l := p.link; l != nil && p.sender.Waiting() > 0; {
+		writes := 1
+		if o, ok := p.sender.First(); ok {
+			writes = o.writes()
+		}
+		if !l.queue.CanBegin(writes) {
+			return
 		}
 		a, ok := p.sender.Next()
 		if !ok {

@@ -19,10 +19,11 @@ type slotSet struct{ *inbound }
 // slotState holds the receive slots of one connection. Its inbound's mu guards all fields but atomics.
 type slotState struct {
 	granted map[rendezvous.Route][]*receiveSlot
-	areas   map[uint64]*area    // of a StepMesh node, by key
-	cells   conn.Cells          // for metas; each peer has its own, so that no other can write there
-	waiting [2][]pendingRequest // slot requests by priority: of control messages, and of data
-	reclaim struct {            // the last request to return slots
+	areas   map[uint64]*area             // of a StepMesh node, by key
+	buffers map[bufferAt]announcedBuffer // of a native node; only the holder of the feed uses it
+	cells   conn.Cells                   // for metas; each peer has its own, so that no other can write there
+	waiting [2][]pendingRequest          // slot requests by priority: of control messages, and of data
+	reclaim struct {                     // the last request to return slots
 		at, since uint64 // at: when it was sent; since: when it was first sent without a response, or when a slot last came free after that
 	}
 	suspect struct { // a slot to which a StepMesh node wrote while it held a message
@@ -43,9 +44,8 @@ type slotMemory struct {
 	meta   conn.Cell
 	data   backend.Mem
 	area   *area        // contains data
-	region *conn.Region // of a registered receive buffer
+	region *conn.Region // of a receive buffer to which a StepMesh node writes; otherwise nil
 	bytes  int          // registered for meta
-	origin uint64       // number of the slot request; the peer counts them
 }
 
 // area is registered memory for values. Several slots may share it: those of one key of a StepMesh node.

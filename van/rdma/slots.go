@@ -65,7 +65,6 @@ func (in slotSet) retryRequests(now uint64, _ bool) bool {
 			}
 			if errors.Is(err, errPeerBudget) && now-q.since > uint64(in.v.times.budgetWait) {
 				in.refuseOverBudget(q, err)
-				in.dialect.endOutgrown(&q.slotRequest)
 				continue
 			}
 			pending = append(pending, *q)
@@ -87,19 +86,11 @@ func (in slotSet) retryRequests(now uint64, _ bool) bool {
 	return true
 }
 
-// grant answers a slot request. With an error the request has to wait: rendezvous.ErrNoSlot, errPeerBudget, errTotalBudget or errStalled.
+// grant makes a slot, or refuses it, and replies to the peer. With an error the request has to wait: rendezvous.ErrNoSlot,
+// errPeerBudget, errTotalBudget or errStalled.
 func (in slotSet) grant(q *pendingRequest) error {
-	err := in.grantOrRefuse(q)
-	if err == nil {
-		in.dialect.endOutgrown(&q.slotRequest)
-	}
-	return err
-}
-
-// grantOrRefuse makes a slot and replies to the peer; see grant.
-func (in slotSet) grantOrRefuse(q *pendingRequest) error {
 	v, s := in.v, &q.slotRequest
-	need, kind, err := in.dialect.need(s)
+	need, err := in.dialect.need(s)
 	if err != nil {
 		in.malformed(err)
 		in.dialect.refuse(s.origin, 0, err)
@@ -108,18 +99,18 @@ func (in slotSet) grantOrRefuse(q *pendingRequest) error {
 	if !need.OneShot && (in.stalled.Load() || in.process.unlisted.Load()) {
 		return errStalled
 	}
-	if in.dialect.sharedSlotsSuffice(s, need, kind) {
-		in.sendReply(&slotReply{origin: s.origin, flags: replyShared | replyNone}, nil)
+	if in.dialect.announces(s) {
+		in.sendReply(&slotReply{origin: s.origin, flags: replyBuffer}, nil)
 		return nil
 	}
-	switch err := in.withinBudget(s, need, kind); {
+	switch err := in.withinBudget(s, need); {
 	case errors.Is(err, errOverPeerBudget):
 		in.refuseOverBudget(q, err)
 		return nil
 	case err != nil:
 		return err
 	}
-	l, r, err := in.newSlot(s, need, kind)
+	l, r, err := in.newSlot(s, need)
 	if errors.Is(err, rendezvous.ErrNoSlot) {
 		return err
 	}
@@ -146,7 +137,7 @@ func (in slotSet) sendReply(r *slotReply, l *receiveSlot) {
 }
 
 // newSlot makes the slot that a peer has requested.
-func (in slotSet) newSlot(s *slotRequest, need rendezvous.Need, kind uint64) (*receiveSlot, slotReply, error) {
+func (in slotSet) newSlot(s *slotRequest, need rendezvous.Need) (*receiveSlot, slotReply, error) {
 	v := in.v
 	var r slotReply
 	l := &receiveSlot{Owner: in.inbound, Route: need.Route, Data: need.Data, OneShot: need.OneShot}
@@ -161,13 +152,12 @@ func (in slotSet) newSlot(s *slotRequest, need rendezvous.Need, kind uint64) (*r
 	if l.OneShot {
 		in.slots.oneShots.Add(1)
 	}
-	l.Route, l.Memory.origin = in.dialect.route(need, kind), s.origin
 	meta, err := in.slots.cells.Get(need.Meta)
 	if err == nil {
 		l.Memory.meta, l.Memory.bytes = meta, metaBytes(need.Meta)
 		in.charge(l.Memory.bytes)
 		r.meta, r.metaKey = meta.Addr, meta.RKey
-		err = in.allocate(l, s, need, kind, &r)
+		err = in.allocate(l, s, need, &r)
 	}
 	if err != nil {
 		if v.budget.slots.End(l) {
@@ -180,22 +170,21 @@ func (in slotSet) newSlot(s *slotRequest, need rendezvous.Need, kind uint64) (*r
 }
 
 // allocate provides the memory for the value.
-func (in slotSet) allocate(l *receiveSlot, s *slotRequest, need rendezvous.Need, kind uint64, r *slotReply) error {
+func (in slotSet) allocate(l *receiveSlot, s *slotRequest, need rendezvous.Need, r *slotReply) error {
 	if !in.dialect.needsData(need) {
 		return nil
 	}
 	m := &l.Memory
-	if dst, ok := in.registeredBuffer(s, need, kind); ok {
+	if dst, ok := in.registeredBuffer(s, need); ok {
 		reg, err := in.device.regions.Get(dst, verbs.LocalWrite|verbs.RemoteWrite)
 		if err != nil {
 			return fmt.Errorf("registered receive buffer: %w", err)
 		}
 		m.data, m.region = dst, reg
-		l.Data = need.Exact
 		r.data, r.dataKey = dst.Addr(), reg.MR.RKey()
 		return nil
 	}
-	a, err := in.dialect.valueArea(l, s, need, kind, r)
+	a, err := in.dialect.valueArea(s, need)
 	if err != nil {
 		return err
 	}

@@ -47,11 +47,16 @@ func newDevice(v *rvan, dev verbs.Device) *device {
 	return d
 }
 
-// weight returns the cost of a message that is queued for its handler.
+// weight returns the cost of a message that is queued for its handler. A value that is placed is in memory of the application.
 func weight(m *van.Message) int {
-	n := messageBytes + len(m.Body)
-	if !m.Placed { // otherwise the payload is in memory of the application
+	n := messageBytes + len(m.Body) + len(m.Parts)*van.PartBytes
+	if !m.Placed {
 		n += m.PayloadLen()
+	}
+	for i := range m.Parts {
+		if x := &m.Parts[i]; x.Placed {
+			n -= x.Vals.Len()
+		}
 	}
 	return n
 }

@@ -26,25 +26,20 @@ func (n *testNode) incomingOf(id int) *inbound {
 // Owed credits of a slot end with the slot: when they arrive, its index may belong to another one.
 func TestCreditOfEndedSlot(t *testing.T) {
 	h := newHostileWorld(t, true)
-	if err := h.s.RegisterRecvBuffer(11, 6, backend.Bytes(make([]byte, 8192))); err != nil {
-		t.Fatal(err)
-	}
-	ask := func(n uint64) uint32 {
-		return h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{n, kindPush | kindRequest | kindKeyed, n}, origin: n, key: 6}).index
-	}
-	small := h.s.budget.slots.Get(ask(1000))
+	small := h.s.budget.slots.Get(h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024}, origin: 1}).index)
 	in := h.s.incomingOf(11)
 	in.mu.Lock()
 	in.owed.credits = append(in.owed.credits, uint16(small.Index()))
 	in.owed.count.Store(1)
 	in.mu.Unlock()
-	q := pendingRequest{slotRequest: slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{2000, kindPush | kindRequest | kindKeyed, 2000}, origin: 2000, key: 6}}
-	in.device.exclusive(func() { h.p.check((slotSet{in}).grant(&q)) })
+	in.device.exclusive(func() {
+		(slotSet{in}).handleReturnedSlots(&trailer{n: 1, credits: [maxCredits]uint16{uint16(small.Index())}})
+	})
 	in.mu.Lock()
 	owed, credits := in.owed.count.Load(), slices.Clone(in.owed.credits)
 	in.mu.Unlock()
 	if h.s.budget.slots.Get(small.Index()) == small {
-		t.Error("the smaller slot has not ended")
+		t.Error("the slot has not ended")
 	}
 	if owed != 0 || len(credits) != 0 {
 		t.Errorf("%d credits are owed, of slots %v; want none of a slot that has ended", owed, credits)
@@ -73,7 +68,7 @@ func TestCreditOfEarlierConnection(t *testing.T) {
 	if err := p.sender.Submit(o); err != nil {
 		t.Fatal(err)
 	}
-	if puts(); !p.sender.Reply(1, rendezvous.RemoteSlot{Index: 3}, nil) || puts() != 1 {
+	if puts(); !p.sender.Reply(1, rendezvous.RemoteSlot{Index: 3}) || puts() != 1 {
 		t.Fatalf("%d messages were put, want 1", put)
 	}
 	if err := p.sender.Submit(o); err != nil { // it waits for the slot
@@ -130,7 +125,7 @@ func TestSlotOfEndedConnection(t *testing.T) {
 	slots, leased := h.s.budget.slots.Len(), h.s.budget.registered.Load()
 	ended(true)
 	for i := range uint64(4) {
-		q := pendingRequest{slotRequest: slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{6000, kindPush | kindRequest | kindKeyed, 6000}, origin: i, key: 6 + i}}
+		q := pendingRequest{slotRequest: slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{6000, 0, 6000}, origin: i, key: 6 + i}}
 		if err := (slotSet{in}).grant(&q); err != nil {
 			t.Fatal(err)
 		}

@@ -19,12 +19,14 @@ type stepmeshOut struct {
 
 func (d *stepmeshOut) check(o *outgoing) error {
 	switch {
-	case o.invalidated, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
+	case o.isBatch():
+		return fmt.Errorf("%w: a batch: the node table names a node of this library, and a node of the C++ library answers", van.ErrInvalid)
+	case o.answer.invalidated, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
 		return nil
-	case o.request && o.singleKey && (o.push && o.lens[1] > 0 || !o.push && o.destination.Len() > 0):
+	case o.request && o.singleKey && (o.push && o.lens[1] > 0 || !o.push && o.answer.into.Len() > 0):
 		// The peer has one buffer for all requests of a key, whose size the first request sets. It writes only pushes there. It
 		// answers pulls to the address in the request.
-		n := max(int(o.lens[1]), o.pullLen)
+		n := max(int(o.lens[1]), o.answer.len)
 		have, known := d.keySizes[o.key]
 		if !known {
 			d.keySizes[o.key] = n
@@ -44,7 +46,6 @@ func (d *stepmeshOut) need(o *outgoing) rendezvous.Need {
 	if o.push && o.request && !o.oneShot { // other values are not written to the slot
 		n.Data = int(o.lens[1])
 	}
-	n.Exact = n.Data
 	return n
 }
 
@@ -56,17 +57,17 @@ func (d *stepmeshOut) completeRequest(s *slotRequest, o *outgoing, _ rendezvous.
 	for i := range o.frames {
 		s.data[i] = uint64(o.lens[i])
 	}
-	if o.pullLen > 0 {
-		s.data[1] = uint64(min(o.pullLen, d.keySizes[o.key]))
+	if o.answer.len > 0 {
+		s.data[1] = uint64(min(o.answer.len, d.keySizes[o.key]))
 	}
 }
 
 func (d *stepmeshOut) handleReply(snd *rendezvous.Sender[*outgoing], r *slotReply) (refused *outgoing, why error, ok bool) {
-	if r.index >= maxIndex || r.flags&replyNone != 0 {
-		return nil, nil, false
-	}
-	return nil, nil, snd.Reply(r.origin, r.slot(), nil)
+	return nil, nil, r.index < maxIndex && snd.Reply(r.origin, r.slot())
 }
+
+// noteBuffer does nothing: a node of the C++ library announces no buffers.
+func (d *stepmeshOut) noteBuffer(remoteBuffer) {}
 
 func (d *stepmeshOut) requestAnswered(snd *rendezvous.Sender[*outgoing], key uint64, push bool) bool {
 	snd.Answered(key, push)
@@ -74,7 +75,7 @@ func (d *stepmeshOut) requestAnswered(snd *rendezvous.Sender[*outgoing], key uin
 }
 
 // mustSend: an answer to an invalidated request must not be sent, since the peer would still write to the memory.
-func (d *stepmeshOut) mustSend(o *outgoing) bool { return !o.invalidated }
+func (d *stepmeshOut) mustSend(o *outgoing) bool { return !o.answer.invalidated }
 
 func (d *stepmeshOut) layout(o *outgoing) (n int, inMeta bool) { return len(o.meta), false }
 
@@ -83,9 +84,7 @@ func (d *stepmeshOut) trailer(*outgoing, bool) (t trailer, ok bool) { return t, 
 // stepmeshIn is the dialect of a connection that a StepMesh node has opened.
 type stepmeshIn struct{ slotSet }
 
-func (d stepmeshIn) need(s *slotRequest) (n rendezvous.Need, kind uint64, err error) {
-	return s.need(false)
-}
+func (d stepmeshIn) need(s *slotRequest) (rendezvous.Need, error) { return s.need(false) }
 
 // refuse ends the connection, since the peer would wait forever: its protocol has no refusal. An invalid slot request is dropped, as other
 // invalid data is.
@@ -95,17 +94,13 @@ func (d stepmeshIn) refuse(_ uint64, _ uint32, why error) {
 	}
 }
 
-func (d stepmeshIn) sharedSlotsSuffice(*slotRequest, rendezvous.Need, uint64) bool { return false }
-
-func (d stepmeshIn) route(need rendezvous.Need, _ uint64) rendezvous.Route { return need.Route }
-
-func (d stepmeshIn) usesBuffer(uint64) bool { return true }
+func (d stepmeshIn) announces(*slotRequest) bool { return false }
 
 func (d stepmeshIn) needsData(need rendezvous.Need) bool {
 	return need.Data > 0 && d.v.local.self.Role == van.Server
 }
 
-func (d stepmeshIn) dataCost(s *slotRequest, need rendezvous.Need, _ uint64) int {
+func (d stepmeshIn) dataCost(s *slotRequest, need rendezvous.Need) int {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if a := d.slots.areas[s.key]; a != nil && a.Mem.Len() >= need.Data {
@@ -114,18 +109,14 @@ func (d stepmeshIn) dataCost(s *slotRequest, need rendezvous.Need, _ uint64) int
 	return need.Data
 }
 
-func (d stepmeshIn) valueArea(_ *receiveSlot, s *slotRequest, need rendezvous.Need, _ uint64, _ *slotReply) (*area, error) {
+func (d stepmeshIn) valueArea(s *slotRequest, need rendezvous.Need) (*area, error) {
 	return d.keyArea(s.key, need.Data)
 }
 
 // record does nothing: the slots of a key are never returned.
 func (d stepmeshIn) record(*receiveSlot) {}
 
-func (d stepmeshIn) endOutgrown(*slotRequest) {}
-
 func (d stepmeshIn) handleSend(*verbs.Completion, *trailer) (known bool) { return false }
-
-func (d stepmeshIn) previousEnd([]byte) (end int, err error) { return 0, nil }
 
 func (d stepmeshIn) splitMeta(b []byte, _ *trailer) (meta, behind []byte, err error) {
 	return b, nil, nil

@@ -163,7 +163,7 @@ func TestAreaOfKey(t *testing.T) {
 			continue
 		}
 		for n, want := range map[int]int{1000: 0, 2000: 0, 2001: 2001} {
-			if got := x.in.dialect.dataCost(&slotRequest{key: 5}, rendezvous.Need{Data: n}, 0); got != want {
+			if got := x.in.dialect.dataCost(&slotRequest{key: 5}, rendezvous.Need{Data: n}); got != want {
 				t.Errorf("a slot for %d bytes costs %d, want %d", n, got, want)
 			}
 		}

@@ -23,6 +23,7 @@ const (
 	immUp          = 3 // first message of a connection: the opener considers it established; data is up or upAfterLoss
 	immReclaim     = 4 // the receiver asks for slots back
 	immReturn      = 5 // the sender returns slots
+	immBuffer      = 6 // the receiver announces a receive buffer
 )
 
 // Data of immUp. upAfterLoss: the opener had declared the receiver lost, and has dropped what it owed it. No data means up.
@@ -48,7 +49,6 @@ const (
 	offEpoch         = 28
 	offQPIndex       = 32
 	offQPCount       = 33
-	offFeatures      = 34
 	offReason        = 34 // of a rejection: a text
 	offCode          = 28 // of a rejection: a code
 	offIncarn        = 36
@@ -56,9 +56,6 @@ const (
 	offNodePort      = 4
 	offNodeHost      = 6
 )
-
-// acceptsBundles, at offFeatures: see handshake.bundles.
-const acceptsBundles = 1
 
 // handshake is what one end says of itself when a queue pair connects.
 type handshake struct {
@@ -70,7 +67,6 @@ type handshake struct {
 	epoch   uint32 // of the connection; the same for all its queue pairs
 	qp      int    // number of the queue pair, from 0
 	qpCount int
-	bundles bool // accepts several messages in one write
 	// incarnation is that of the process; 0: not known.
 	incarnation uint32
 }
@@ -101,9 +97,6 @@ func (h *handshake) encode() []byte {
 	le.PutUint32(b[offMagic:], magic)
 	le.PutUint32(b[offEpoch:], h.epoch)
 	b[offQPIndex], b[offQPCount] = byte(h.qp), byte(h.qpCount)
-	if h.bundles {
-		b[offFeatures] = acceptsBundles
-	}
 	le.PutUint32(b[offIncarn:], h.incarnation)
 	return b
 }
@@ -122,7 +115,6 @@ func decodeHandshake(b []byte) (handshake, error) {
 	if len(b) >= nativeContextLen && le.Uint32(b[offMagic:]) == magic {
 		h.native, h.epoch = true, le.Uint32(b[offEpoch:])
 		h.qp, h.qpCount = int(b[offQPIndex]), int(b[offQPCount])
-		h.bundles = b[offFeatures]&acceptsBundles != 0
 		h.incarnation = le.Uint32(b[offIncarn:])
 		if h.qp >= h.qpCount {
 			return h, &van.FieldError{Field: "private data: queue pair", Value: h.qp, Want: fmt.Sprintf("below their number, %d", h.qpCount)}
@@ -132,7 +124,8 @@ func decodeHandshake(b []byte) (handshake, error) {
 }
 
 // slotRequest is a slot request, StepMesh's RendezvousStart. A native node sets dataNum to nativeSlotRequest. Then data[0] is the number of
-// bytes wanted, data[1] the kind of message, and data[2] the number of bytes of its value.
+// bytes wanted, and data[1] the kind of message. For a push, key is the tensor's key and data[2] the length of its
+// value, so that the receiver can announce a receive buffer.
 type slotRequest struct {
 	metaLen, dataNum uint64
 	data             [4]uint64
@@ -143,11 +136,9 @@ const nativeSlotRequest = 4
 
 // Kinds in a native slot request.
 const (
-	kindPush = 1 << iota
-	kindRequest
-	kindOneShot
-	kindKeyed // the slot is for one key
-	kindHost  // the slot must be in host memory
+	kindOneShot = 1 << iota
+	kindHost    // the slot must be in host memory
+	kindPush    // the message pushes a value under the request's key
 )
 
 const slotRequestLen = 64
@@ -174,43 +165,42 @@ func (s *slotRequest) get(b []byte) error {
 	return nil
 }
 
-// maxMeta is the longest meta for which a slot is granted. It is enough for a table of the largest cluster.
-const maxMeta = 16 << 20
+// maxMeta is the longest meta for which a slot is granted. It is enough for a table of the largest cluster, and for a batch of van.MaxParts
+// inline values.
+const maxMeta = 32 << 20
 
 // maxData is the longest payload: lengths are signed 32-bit numbers.
 const maxData = math.MaxInt32
 
 // need checks s. native says in which dialect it is.
-func (s *slotRequest) need(native bool) (n rendezvous.Need, kind uint64, err error) {
+func (s *slotRequest) need(native bool) (n rendezvous.Need, err error) {
 	if s.metaLen < rawMeta || s.metaLen > maxMeta {
-		return n, 0, &van.FieldError{Field: "rendezvous meta_len", Value: s.metaLen, Want: fmt.Sprintf("%d to %d", rawMeta, maxMeta)}
+		return n, &van.FieldError{Field: "rendezvous meta_len", Value: s.metaLen, Want: fmt.Sprintf("%d to %d", rawMeta, maxMeta)}
 	}
 	n.Meta = int(s.metaLen)
-	n.Route.Key = s.key
 	if native {
 		if s.dataNum != nativeSlotRequest {
-			return n, 0, &van.FieldError{Field: "rendezvous data_num", Value: s.dataNum, Want: fmt.Sprint(nativeSlotRequest)}
+			return n, &van.FieldError{Field: "rendezvous data_num", Value: s.dataNum, Want: fmt.Sprint(nativeSlotRequest)}
 		}
-		kind = s.data[1]
-		n.Route.Push, n.Route.Request = kind&kindPush != 0, kind&kindRequest != 0
-		n.OneShot, n.Route.Host = kind&kindOneShot != 0, kind&kindHost != 0
-		if s.data[0] > roundedData || s.data[2] > s.data[0] {
-			return n, 0, &van.FieldError{Field: "rendezvous data_len", Value: s.data[0], Want: fmt.Sprintf("%d to %d", s.data[2], uint64(roundedData))}
+		if s.data[0] > roundedData {
+			return n, &van.FieldError{Field: "rendezvous data_len", Value: s.data[0], Want: fmt.Sprintf("0 to %d", uint64(roundedData))}
 		}
-		n.Data, n.Exact = int(s.data[0]), int(s.data[2])
-		return n, kind, nil
+		n.OneShot, n.Route.Host = s.data[1]&kindOneShot != 0, s.data[1]&kindHost != 0
+		n.Data = int(s.data[0])
+		n.Route.Class, _ = rendezvous.Class(n.Data)
+		return n, nil
 	}
+	n.Route.Key = s.key
 	if s.dataNum > van.MaxFrames {
-		return n, 0, &van.FieldError{Field: "rendezvous data_num", Value: s.dataNum, Want: fmt.Sprintf("0 to %d", van.MaxFrames)}
+		return n, &van.FieldError{Field: "rendezvous data_num", Value: s.dataNum, Want: fmt.Sprintf("0 to %d", van.MaxFrames)}
 	}
 	if s.dataNum >= 2 {
 		if s.data[1] > maxData {
-			return n, 0, &van.FieldError{Field: "rendezvous data_len", Value: s.data[1], Want: fmt.Sprintf("0 to %d", maxData)}
+			return n, &van.FieldError{Field: "rendezvous data_len", Value: s.data[1], Want: fmt.Sprintf("0 to %d", maxData)}
 		}
 		n.Data = int(s.data[1])
-		n.Exact = n.Data
 	}
-	return n, 0, nil
+	return n, nil
 }
 
 // roundedData is maxData rounded up to its size class.
@@ -228,10 +218,9 @@ const slotReplyLen = 48
 
 // Flags of a reply to a native node.
 const (
-	replyShared  = 1 << iota // the slot serves all keys of its size class
-	replyRefused             // there is no slot
-	replyNone                // with replyShared: no slot is granted, the peer has enough shared ones
+	replyRefused = 1 << iota // there is no slot
 	replyBudget              // with replyRefused: it exceeds the budget of one peer
+	replyBuffer              // there is no slot: the key's receive buffer has been announced
 )
 
 func (r *slotReply) put(b []byte) {
@@ -261,6 +250,7 @@ const rawMeta = 288
 // Offsets in an encoded meta that this transport sets itself.
 const (
 	metaKey     = 80
+	metaAddr    = 88
 	metaOption  = 100
 	metaCounter = 264
 	metaSlaves  = 280
@@ -268,18 +258,17 @@ const (
 
 // trailer follows the meta in messages between native nodes.
 type trailer struct {
-	packed      bool // the frames are packed in the slot's data
-	placed      bool // the value was written to the destination of the request
-	frames      int
-	lens        [van.MaxFrames]uint32 // of the frames in bytes
-	epoch       uint32                // of the connection whose slots are returned
-	credits     [maxCredits]uint16
-	n           int  // number of credits
-	numbered    bool // of a control message: lens[0] is its number, lens[1] the tag of its sender's peer object
-	inMeta      bool // the frames are between the meta and the trailer
-	metaLen     int  // of the meta, if inMeta
-	previousEnd int  // end of the message before it in the same write; 0: there is none
-	canceled    bool // the request was canceled before it was sent: its value may have changed
+	packed   bool // the frames are packed in the slot's data
+	placed   bool // the value was written to the destination of the request
+	frames   int
+	lens     [van.MaxFrames]uint32 // of the frames in bytes
+	epoch    uint32                // of the connection whose slots are returned
+	credits  [maxCredits]uint16
+	n        int  // number of credits
+	numbered bool // of a control message: lens[0] is its number, lens[1] the tag of its sender's peer object
+	inMeta   bool // the frames, or the placements and inline values of a batch, are between the meta and the trailer
+	metaLen  int  // of the meta, if inMeta
+	canceled bool // the request was canceled before it was sent: its value may have changed
 }
 
 // maxCredits is the number of slots that a trailer, or a message of credits, can return.
@@ -296,11 +285,8 @@ const (
 	trailerCanceled // set in place, after the trailer was encoded
 )
 
-// Offsets of the meta's length and of the previous message's end in a trailer. Both are within one cell.
-const (
-	offMetaLen = 60
-	offBefore  = 62
-)
+// offMetaLen is the offset of the meta's length in a trailer.
+const offMetaLen = 60
 
 // offFlags is the offset of the flags. Those in use fit into one byte.
 const offFlags = 4
@@ -326,8 +312,7 @@ func (t *trailer) put(b []byte) {
 	}
 	le.PutUint32(b, magic)
 	le.PutUint16(b[offFlags:], flags)
-	le.PutUint16(b[offMetaLen:], uint16(t.metaLen))
-	le.PutUint16(b[offBefore:], uint16(t.previousEnd))
+	le.PutUint32(b[offMetaLen:], uint32(t.metaLen))
 	b[6], b[7] = byte(t.n), byte(t.frames)
 	for i, n := range t.lens {
 		le.PutUint32(b[8+4*i:], n)
@@ -345,7 +330,7 @@ func (t *trailer) get(b []byte) error {
 	flags := le.Uint16(b[offFlags:])
 	t.packed, t.placed, t.inMeta = flags&trailerPacked != 0, flags&trailerPlaced != 0, flags&trailerInMeta != 0
 	t.numbered, t.canceled = flags&trailerNumbered != 0, flags&trailerCanceled != 0
-	t.metaLen, t.previousEnd = int(le.Uint16(b[offMetaLen:])), int(le.Uint16(b[offBefore:]))
+	t.metaLen = int(le.Uint32(b[offMetaLen:]))
 	t.n, t.frames = int(b[6]), int(b[7])
 	if t.n > maxCredits {
 		return &van.FieldError{Field: "trailer credits", Value: t.n, Want: fmt.Sprintf("0 to %d", maxCredits)}
@@ -363,6 +348,56 @@ func (t *trailer) get(b []byte) error {
 	for i := range t.credits {
 		t.credits[i] = le.Uint16(b[24+2*i:])
 	}
+	return nil
+}
+
+// placement tells the receiver where the value of a part of a batch is. In a pull request it names the destination of the answer.
+type placement struct {
+	addr  uint64 // of a pull and of its answer: the destination; of a push: the receive buffer
+	rkey  uint32 // of addr; 0: the peer may not write there
+	where uint32
+}
+
+// Places of a value.
+const (
+	valueInMeta  = iota // between the placements and the trailer
+	valueInSlot         // in the slot's memory for values
+	valueInPlace        // at addr
+)
+
+const placementLen = 16
+
+func (p *placement) put(b []byte) {
+	le.PutUint64(b, p.addr)
+	le.PutUint32(b[8:], p.rkey)
+	le.PutUint32(b[12:], p.where)
+}
+
+func (p *placement) get(b []byte) {
+	p.addr, p.rkey, p.where = le.Uint64(b), le.Uint32(b[8:]), le.Uint32(b[12:])
+}
+
+// remoteBuffer announces a receive buffer: values of its key may be written there.
+type remoteBuffer struct {
+	key, addr uint64
+	rkey      uint32
+	len       int
+}
+
+const remoteBufferLen = 24
+
+func (r *remoteBuffer) put(b []byte) {
+	le.PutUint64(b, r.key)
+	le.PutUint64(b[8:], r.addr)
+	le.PutUint32(b[16:], r.rkey)
+	le.PutUint32(b[20:], uint32(min(r.len, maxData)))
+}
+
+func (r *remoteBuffer) get(b []byte) error {
+	if len(b) != remoteBufferLen {
+		return &van.FieldError{Field: "receive buffer", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprint(remoteBufferLen)}
+	}
+	r.key, r.addr, r.rkey, r.len = le.Uint64(b), le.Uint64(b[8:]), le.Uint32(b[16:]), int(min(le.Uint32(b[20:]), maxData))
 	return nil
 }
 

@@ -14,6 +14,6 @@
 // flight, so its slot is free when the answer has arrived.
 //
 // Slots between native nodes are shared by all keys of a size class, so that their
-// number depends on the messages in flight, not on the number of keys. A key for which the
-// receiver has registered a buffer has its own slots, and so has each key of a StepMesh node.
+// number depends on the messages in flight, not on the number of keys. Each key of a StepMesh
+// node has its own slot.
 package rendezvous

@@ -30,6 +30,7 @@ type item struct {
 type event struct {
 	origin uint64 // of a slot request
 	need   Need
+	asker  *item // that the slot request is for
 	item   *item // of a message
 	index  uint32
 	back   []uint32 // slots that the sender gives back
@@ -47,22 +48,21 @@ type model struct {
 	original bool
 	room     int // number of actions that may be executed
 
-	keys    map[uint64]bool // the sender's: whether it has slots of its own
+	keys    map[uint64]bool // the sender's: keys whose buffers have been announced
 	wire    []event
 	answers []answer
 	epoch   int
 
 	// Of the receiver.
 	table      *SlotTable[int] // meta bytes
-	leases     map[Route][]*ReceiveSlot[int]
-	registered map[uint64]int
 	held       []*ReceiveSlot[int]
 	unanswered []*item // requests that StepMesh has not answered
 	inFlight   map[Route]*item
+	registered map[uint64]int // bytes of the buffers, by key
+	told       map[uint64]bool
 	refuse     float64
 	memory     int // number of slots with memory
 	refusals   int
-	enough     int // slots of a class, then Elsewhere
 	last       [2]int
 	arrived    int
 	returned   int
@@ -72,8 +72,8 @@ type model struct {
 }
 
 func newModel(t testing.TB, seed uint64, original bool) *model {
-	m := &model{t: t, rng: rand.New(rand.NewPCG(seed, 1)), original: original, room: 1 << 30, credits: true, enough: 1 << 30, memory: 1 << 30,
-		keys: map[uint64]bool{}, registered: map[uint64]int{}, story: fnv.New64a()}
+	m := &model{t: t, rng: rand.New(rand.NewPCG(seed, 1)), original: original, room: 1 << 30, credits: true, memory: 1 << 30,
+		registered: map[uint64]int{}, story: fnv.New64a()}
 	m.s = NewSender(m.need)
 	m.forget()
 	return m
@@ -81,30 +81,30 @@ func newModel(t testing.TB, seed uint64, original bool) *model {
 
 // forget ends the connection.
 func (m *model) forget() {
-	m.table, m.leases = NewSlotTable[int](1<<12, 0), map[Route][]*ReceiveSlot[int]{}
+	m.table = NewSlotTable[int](1<<12, 0)
 	m.wire, m.answers, m.held, m.unanswered = nil, nil, nil, nil
-	m.inFlight, m.keys = map[Route]*item{}, map[uint64]bool{}
+	m.inFlight, m.keys, m.told = map[Route]*item{}, map[uint64]bool{}, map[uint64]bool{}
 	m.epoch++
 }
 
 func (m *model) need(o *item) Need {
-	n := Need{OneShot: o.oneShot, Meta: o.meta, Exact: o.data}
+	n := Need{OneShot: o.oneShot, Meta: o.meta}
 	if m.original {
 		n.Route, n.Data = Route{Key: o.key, Push: o.push, Request: o.request}, o.data
 		return n
 	}
-	n.Route.Class, n.Data = Class(o.data)
-	if o.oneShot {
+	switch n.Route.Class, n.Data = Class(o.data); {
+	case o.oneShot:
 		n.Data = o.data
-		return n
-	}
-	if own, known := m.keys[o.key]; o.data > 0 && o.request && o.push && (own || !known) {
-		n.Route = Route{Key: o.key, Push: true, Request: true}
-		if own {
-			n.Data = o.data
-		}
+	case m.keys[o.key] && m.fitsBuffer(o):
+		n.Route.Class, n.Data = Class(0)
 	}
 	return n
+}
+
+// fitsBuffer reports whether o can be written to a buffer of its key.
+func (m *model) fitsBuffer(o *item) bool {
+	return !m.original && !o.oneShot && o.push && o.request && o.data > 0 && o.data <= m.registered[o.key]
 }
 
 // pump executes the Sender's actions, up to room.
@@ -117,7 +117,7 @@ func (m *model) pump() {
 		m.tell(a)
 		switch a.Kind {
 		case Request:
-			m.wire = append(m.wire, event{origin: a.Origin, need: a.Need})
+			m.wire = append(m.wire, event{origin: a.Origin, need: a.Need, asker: a.Item})
 		case Put:
 			m.put(a.Item, a.Slot)
 		case Drop:
@@ -157,7 +157,7 @@ func (m *model) put(o *item, at *RemoteSlot) {
 		m.t.Fatalf("item %d is put, it was %s", o.seq, o.done)
 	}
 	o.done = "put"
-	if at.MetaLen < o.meta || at.DataLen < o.data {
+	if at.MetaLen < o.meta || at.DataLen < o.data && !(m.keys[o.key] && m.fitsBuffer(o)) {
 		m.t.Fatalf("item %d with %d and %d bytes is put in a slot with %d and %d", o.seq, o.meta, o.data, at.MetaLen, at.DataLen)
 	}
 	m.wire = append(m.wire, event{item: o, index: at.Index})
@@ -226,59 +226,27 @@ func (m *model) grant(e event) {
 	if !m.original && (m.rng.Float64() < m.refuse || m.table.Len() >= m.memory) {
 		m.refusals++
 		reply(func() {
-			if m.s.Shared(need) {
-				m.keys[need.Route.Key] = false
-			}
 			if o, _, ok := m.s.Refused(origin); ok {
 				m.drop(o)
 			}
 		})
 		return
 	}
-	l := &ReceiveSlot[int]{Memory: need.Meta, Route: need.Route, Data: need.Data, OneShot: need.OneShot}
-	var shared *Route
-	own := false
-	if !m.original && !need.OneShot && need.Route.Class == 0 {
-		if n, ok := m.registered[need.Route.Key]; ok && n >= need.Exact {
-			l.Data, own = need.Exact, true
-		} else {
-			l.Route = Route{}
-			l.Route.Class, l.Data = Class(need.Data)
-			shared = &l.Route
-			if len(m.leases[l.Route]) >= m.enough {
-				reply(func() {
-					m.keys[need.Route.Key] = false
-					if !m.s.UseShared(origin) {
-						m.t.Fatalf("slot request %d is not open", origin)
-					}
-				})
-				return
+	if m.fitsBuffer(e.asker) && !m.told[e.asker.key] {
+		m.told[e.asker.key] = true
+		reply(func() {
+			if m.keys[e.asker.key] = true; !m.s.NotNeeded(origin) {
+				m.t.Fatalf("slot request %d is not open", origin)
 			}
-		}
+		})
+		return
 	}
+	l := &ReceiveSlot[int]{Memory: need.Meta, Route: need.Route, Data: need.Data, OneShot: need.OneShot}
 	if err := m.table.Add(l, false); err != nil {
 		m.t.Fatal(err)
 	}
-	if !l.OneShot {
-		all := m.leases[l.Route]
-		if !m.original && l.Route.Class == 0 {
-			kept := all[:0:0]
-			for _, x := range all {
-				if x.Data >= l.Data && x.Memory >= need.Meta {
-					kept = append(kept, x)
-				} else {
-					m.table.End(x)
-				}
-			}
-			all = kept
-		}
-		m.leases[l.Route] = append(all, l)
-	}
 	reply(func() {
-		if !m.original && !need.OneShot && need.Route.Class == 0 {
-			m.keys[need.Route.Key] = own
-		}
-		if !m.s.Reply(origin, RemoteSlot{Index: l.Index()}, shared) {
+		if !m.s.Reply(origin, RemoteSlot{Index: l.Index()}) {
 			m.t.Fatalf("slot request %d is not open", origin)
 		}
 	})
@@ -305,7 +273,6 @@ func (m *model) takeBack(back []uint32) {
 			m.t.Fatalf("slot %d is given back; it is %+v", i, l)
 		}
 		m.table.End(l)
-		m.leases[l.Route] = slices.DeleteFunc(m.leases[l.Route], func(x *ReceiveSlot[int]) bool { return x == l })
 		m.returned++
 	}
 }
@@ -462,9 +429,6 @@ func testModel(t *testing.T, seed uint64, original bool) (story uint64) {
 	m := newModel(t, seed, original)
 	if seed%2 == 0 {
 		m.refuse = 0.05
-	}
-	if seed%5 == 0 {
-		m.enough = 2
 	}
 	keys := 1 + m.rng.IntN(12)
 	for range m.rng.IntN(4) {

@@ -29,8 +29,6 @@ type Need struct {
 	// OneShot is set for messages whose slot is used once: control messages.
 	OneShot    bool
 	Meta, Data int // bytes
-	// Exact is Data without rounding: the size of a slot of one key.
-	Exact int
 }
 
 // RemoteSlot is memory at the receiver, as the receiver has described it.
@@ -44,15 +42,7 @@ type RemoteSlot struct {
 	busy  bool
 }
 
-// size returns the data bytes that a slot of the route must have.
-func (n *Need) size() int {
-	if n.Route.Class == 0 {
-		return n.Exact
-	}
-	return n.Data
-}
-
-func (p *RemoteSlot) fits(n *Need) bool { return p.MetaLen >= n.Meta && p.DataLen >= n.size() }
+func (p *RemoteSlot) fits(n *Need) bool { return p.MetaLen >= n.Meta && p.DataLen >= n.Data }
 
 // Class returns the size class of n bytes, from 1, and the size of its slots: powers
 // of two from 512 bytes, and 0 for class 1.
@@ -114,12 +104,12 @@ func (s *remoteSlots) growth(need Need) error {
 	}
 	for _, a := range s.requests {
 		if a.route == r {
-			have = max(have, a.need.Exact)
+			have = max(have, a.need.Data)
 		}
 	}
-	if have >= 0 && need.Exact > have {
+	if have >= 0 && need.Data > have {
 		return fmt.Errorf("%w: key %d has %d bytes, the peer, a node of the C++ library, has room for the %d of the first time",
-			ErrGrown, need.Route.Key, need.Exact, have)
+			ErrGrown, need.Route.Key, need.Data, have)
 	}
 	return nil
 }
@@ -167,15 +157,14 @@ func (s *remoteSlots) openRequests(r *route, need Need) (n int) {
 		return 0
 	}
 	for _, a := range s.requests {
-		if a.route == r && !a.retired && a.need.Meta >= need.Meta && a.need.size() >= need.size() {
+		if a.route == r && !a.retired && a.need.Meta >= need.Meta && a.need.Data >= need.Data {
 			n++
 		}
 	}
 	return n
 }
 
-// retire removes the slots of one key that are smaller than need. The receiver does the
-// same when a larger slot is requested. All messages to them have been sent before.
+// retire removes the slots of a StepMesh node's key that are smaller than need.
 func (s *remoteSlots) retire(r *route, need Need) {
 	kept := r.slots[:0]
 	for _, p := range r.slots {
@@ -192,7 +181,7 @@ func (s *remoteSlots) retire(r *route, need Need) {
 	clear(r.slots[len(kept):])
 	r.slots = kept
 	for _, a := range s.requests {
-		if a.route == r && (a.need.Meta < need.Meta || a.need.size() < need.size()) {
+		if a.route == r && (a.need.Meta < need.Meta || a.need.Data < need.Data) {
 			a.retired = true
 		}
 	}
@@ -203,22 +192,6 @@ func (s *remoteSlots) removeIfEmpty(r *route) {
 	if len(r.slots) == 0 && r.requests == 0 && s.routes[r.Route] == r {
 		delete(s.routes, r.Route)
 	}
-}
-
-// Shared reports whether n, of one key, fits in a slot that all keys of its size class
-// share, and in no slot of its key.
-func (s *remoteSlots) Shared(n Need) bool {
-	return !n.OneShot && n.Route.Class == 0 && !s.routes[n.Route].serves(n) && s.shared(n) != nil
-}
-
-// shared returns the route that Shared means, or nil.
-func (s *remoteSlots) shared(n Need) *route {
-	n.Route = Route{}
-	n.Route.Class, n.Data = Class(n.Exact)
-	if r := s.routes[n.Route]; r.serves(n) {
-		return r
-	}
-	return nil
 }
 
 func (r *route) serves(n Need) bool {
@@ -292,13 +265,4 @@ func (s *remoteSlots) AnswersLost() {
 			}
 		}
 	}
-}
-
-// Requested returns the need of an open slot request.
-func (s *remoteSlots) Requested(origin uint64) (Need, bool) {
-	a := s.requests[origin]
-	if a == nil {
-		return Need{}, false
-	}
-	return a.need, true
 }

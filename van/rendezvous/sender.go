@@ -10,7 +10,7 @@ const (
 	// Put: send Item to Slot.
 	Put Kind = iota
 	// Request: send a slot request for Item with Origin and Need. Its reply is passed to Reply,
-	// UseShared or Refused with the same origin.
+	// NotNeeded or Refused with the same origin.
 	Request
 	// Drop: Item cannot be put and is removed. Err wraps ErrGrown.
 	Drop
@@ -212,20 +212,15 @@ func (s *Sender[T]) newRequest(w *waitingItem[T], r *route, need Need) Action[T]
 	return Action[T]{Kind: Request, Item: w.item, Origin: s.origin, Need: need}
 }
 
-// Reply reports the reply to a slot request: p, whose lengths need not be set. If shared is not nil,
-// the slot belongs to this route instead of the requested one. Reply returns false if there is no
-// such request.
-func (s *Sender[T]) Reply(origin uint64, p RemoteSlot, shared *Route) bool {
+// Reply reports the reply to a slot request: p, whose lengths need not be set. It returns false if there is no such request.
+func (s *Sender[T]) Reply(origin uint64, p RemoteSlot) bool {
 	a := s.requests[origin]
 	if a == nil {
 		return false
 	}
 	delete(s.requests, origin)
 	place := &p
-	place.MetaLen, place.DataLen = a.need.Meta, a.need.Exact
-	if !a.need.OneShot && (shared != nil || a.need.Route.Class != 0) {
-		_, place.DataLen = Class(a.need.Data)
-	}
+	place.MetaLen, place.DataLen = a.need.Meta, a.need.Data
 	if a.need.OneShot {
 		l := &s.queues[0]
 		if i := a.seq - l.head; i < uint64(l.q.len()) {
@@ -237,10 +232,7 @@ func (s *Sender[T]) Reply(origin uint64, p RemoteSlot, shared *Route) bool {
 	s.queues[1].changed = true
 	a.route.requests--
 	r := a.route
-	if shared != nil && *shared != r.Route {
-		s.removeIfEmpty(r)
-		r = s.route(*shared)
-	} else if a.retired {
+	if a.retired {
 		return true
 	}
 	place.route, place.busy = r, false
@@ -250,41 +242,15 @@ func (s *Sender[T]) Reply(origin uint64, p RemoteSlot, shared *Route) bool {
 	return true
 }
 
-// UseShared reports the reply that the requested route has no slots of its own, and that the
-// shared route, which need returns from now on, has enough. It returns false if there is no such
-// request.
-func (s *Sender[T]) UseShared(origin uint64) bool {
-	a := s.requests[origin]
-	if a == nil || a.route == nil {
-		return false
-	}
-	delete(s.requests, origin)
-	a.route.requests--
-	s.removeIfEmpty(a.route)
-	l := &s.queues[1]
-	for i := range l.q.len() {
-		if w := l.q.at(i); w.route == a.route {
-			w.requested, w.considered = false, false
-		}
-	}
-	l.changed, l.scanned = true, l.head
-	return true
-}
-
 // refusedCooldown is about a second.
 const refusedCooldown = 500
 
 // Refused reports the reply that there will be no slot. It removes and returns the message of the
-// request. It returns false if that message has found another slot meanwhile, or waits for an
-// existing one. If Shared is true, need must return the shared route from now on.
+// request. It returns false if that message has found another slot meanwhile, waits for an
+// existing one, or needs another one now.
 func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 	a := s.requests[origin]
 	if a == nil {
-		return item, need, false
-	}
-	if s.Shared(a.need) {
-		s.shared(a.need).cooldown = refusedCooldown
-		s.UseShared(origin)
 		return item, need, false
 	}
 	delete(s.requests, origin)
@@ -292,6 +258,9 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 	if a.route != nil {
 		a.route.requests--
 		s.removeIfEmpty(a.route)
+		if s.reconsider(a.route) {
+			return item, need, false
+		}
 		if a.route.serves(a.need) { // a busy slot is better than none
 			a.route.cooldown = refusedCooldown
 			l.changed = true
@@ -319,6 +288,36 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 	}
 	l.changed = true
 	return item, need, ok
+}
+
+// NotNeeded reports the reply that the message of the request does not need that slot: need returns another one from now on. It returns
+// false if there is no such request.
+func (s *Sender[T]) NotNeeded(origin uint64) bool {
+	a := s.requests[origin]
+	if a == nil || a.route == nil {
+		return false
+	}
+	delete(s.requests, origin)
+	a.route.requests--
+	s.removeIfEmpty(a.route)
+	s.reconsider(a.route)
+	s.queues[1].changed = true
+	return true
+}
+
+// reconsider considers the messages that wait for a slot of r, and need one of another route now, for slot requests again. It reports
+// whether there are any.
+func (s *Sender[T]) reconsider(r *route) (any bool) {
+	l := &s.queues[1]
+	for i := range l.q.len() {
+		if w := l.q.at(i); w.route == r && s.need(w.item).Route != r.Route {
+			w.requested, w.considered, any = false, false, true
+		}
+	}
+	if any {
+		l.changed, l.scanned = true, l.head
+	}
+	return any
 }
 
 // Credit reports that the slot with this index is free again. It returns false if
@@ -393,13 +392,6 @@ func (s *Sender[T]) First() (item T, ok bool) {
 		return item, false
 	}
 	return l.q.at(0).item, true
-}
-
-// TakeFirst removes First, which needs no slot of its own.
-func (s *Sender[T]) TakeFirst() {
-	l := &s.queues[1]
-	s.popFirst(l)
-	l.changed = true
 }
 
 func (s *Sender[T]) popFirst(l *outQueue[T]) T {

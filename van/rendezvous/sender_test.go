@@ -74,7 +74,6 @@ func TestBatchOverEager(t *testing.T) {
 // TestManyKeys: the Sender's memory does not grow with the number of keys.
 func TestManyKeys(t *testing.T) {
 	m := newModel(t, 2, false)
-	m.enough = 8
 	m.connect()
 	for i := range 3000 {
 		m.submit(&item{seq: i + 1, key: uint64(i), request: true, push: true, meta: 300, data: 1000})
@@ -149,9 +148,14 @@ func TestRequestsInOrder(t *testing.T) {
 		}
 		m.connect()
 		m.submit(&item{seq: 4, key: 3, request: true, push: true, meta: 300, data: sizes[3]})
+		if !original {
+			for i := range sizes {
+				_, sizes[i] = Class(sizes[i])
+			}
+		}
 		var got []int
 		for _, e := range m.wire {
-			got = append(got, e.need.Exact)
+			got = append(got, e.need.Data)
 		}
 		if !slices.Equal(got, sizes) {
 			t.Errorf("original %t: slots requested for %d bytes, want %d", original, got, sizes)
@@ -167,7 +171,7 @@ func TestNonsense(t *testing.T) {
 	o := &item{seq: 1, key: 5, request: true, push: true, meta: 300, data: 100}
 	m.submit(o)
 	origin := m.wire[0].origin
-	if m.s.Reply(origin+1, RemoteSlot{}, nil) || m.s.Reply(0, RemoteSlot{}, nil) || m.s.UseShared(origin+1) {
+	if m.s.Reply(origin+1, RemoteSlot{}) || m.s.Reply(0, RemoteSlot{}) || m.s.NotNeeded(origin+1) {
 		t.Error("an answer to nothing is taken")
 	}
 	if _, _, ok := m.s.Refused(origin + 1); ok {
@@ -176,7 +180,7 @@ func TestNonsense(t *testing.T) {
 	m.settle()
 	for m.step() {
 	}
-	if m.s.Reply(origin, RemoteSlot{Index: 9}, nil) || m.s.UseShared(origin) {
+	if m.s.Reply(origin, RemoteSlot{Index: 9}) || m.s.NotNeeded(origin) {
 		t.Error("a second answer is taken")
 	}
 	for i := range uint32(20) {

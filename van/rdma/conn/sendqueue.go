@@ -1,7 +1,10 @@
 package conn
 
 import (
+	"errors"
 	"fmt"
+	"math/bits"
+	"slices"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -27,6 +30,7 @@ type SendQueue[T any] struct {
 	recs      []Record[T]
 	free      []uint32
 	unposted  []verbs.SendWR
+	spare     []*Block // for NewLarge
 	Broken    bool
 
 	failedRecords int // records of which a work request has failed
@@ -35,16 +39,18 @@ type SendQueue[T any] struct {
 // Record is a message in flight.
 type Record[T any] struct {
 	Note    T
-	Regions [van.MaxFrames]*Region
-	N       int    // number of Regions
-	Large   *Block // memory for a message that is too long for the stage
-	used    []int  // number of work requests on each queue pair
-	pending int    // expected completions
-	failed  bool   // one of its work requests has failed
+	Regions []*Region // of values; released when the record ends
+	Large   *Block    // memory for a message that is too long for the stage
+	used    []int     // number of work requests on each queue pair
+	pending int       // expected completions
+	failed  bool      // one of its work requests has failed
 }
 
-// MaxWRs is the number of work requests that one message may need on one queue pair: one for each frame, another one because maxData bytes can
-// be longer than maxWrite, and one for the meta.
+// keptRegions is the capacity of Regions that a free record keeps.
+const keptRegions = 32
+
+// MaxWRs is the number of work requests that one message other than a batch may need on one queue pair: one for each frame, another one
+// because maxData bytes can be longer than maxWrite, and one for the meta.
 const MaxWRs = van.MaxFrames + 2
 
 // maxWrite is the longest write that all devices can do: ConnectX's max_msg_sz.
@@ -68,27 +74,45 @@ func NewSendQueue[T any](dev verbs.Device, qps []verbs.QP, serial uint32, depth,
 	return p, nil
 }
 
-// CanBegin reports whether Begin would succeed.
-func (p *SendQueue[T]) CanBegin() bool {
+// CanBegin reports whether a record is free, and each queue pair has room for n work requests, at least for those of a message that is
+// not a batch.
+func (p *SendQueue[T]) CanBegin(n int) bool {
 	if p.Broken || len(p.free) == 0 {
 		return false
 	}
-	for _, n := range p.available {
-		if n < p.perRecord {
+	for _, k := range p.available {
+		if k < max(n, p.perRecord) {
 			return false
 		}
 	}
 	return true
 }
 
-// Begin takes a record if there is one, and if its work requests fit into all queue pairs.
+// Begin takes a record if CanBegin(0) is true. For a batch, the caller has called CanBegin.
 func (p *SendQueue[T]) Begin() (id uint32, r *Record[T], stage []byte, ok bool) {
-	if !p.CanBegin() {
+	if !p.CanBegin(0) {
 		return 0, nil, nil, false
 	}
 	id = p.free[len(p.free)-1]
 	p.free = p.free[:len(p.free)-1]
-	return id, &p.recs[id], p.StageOf(id), true
+	return id, &p.recs[id], p.stage.Mem.Host()[int(id)*p.stageEach : (int(id)+1)*p.stageEach], true
+}
+
+// The blocks that a queue keeps for NewLarge: their number, and their largest length.
+const (
+	maxSpare   = 4
+	spareBytes = 1 << 20
+)
+
+// NewLarge returns memory of at least n bytes for Record.Large.
+func (p *SendQueue[T]) NewLarge(n int) (*Block, error) {
+	for i, b := range p.spare {
+		if b.Mem.Len() >= n {
+			p.spare = slices.Delete(p.spare, i, i+1)
+			return b, nil
+		}
+	}
+	return NewBlock(p.Device, 1<<bits.Len(uint(n-1)), 0)
 }
 
 // Add appends a work request on queue pair q.
@@ -102,23 +126,6 @@ func (p *SendQueue[T]) Add(id uint32, q int, wr verbs.SendWR) {
 		r.pending++
 	}
 	p.unposted = append(p.unposted, wr)
-}
-
-// Last returns the last work request that was added, if it is unposted and belongs to record id, else nil.
-func (p *SendQueue[T]) Last(id uint32) *verbs.SendWR {
-	n := len(p.unposted)
-	if n == 0 {
-		return nil
-	}
-	if _, last := RecordOf(p.unposted[n-1].ID); last != id {
-		return nil
-	}
-	return &p.unposted[n-1]
-}
-
-// StageOf returns the staging memory of record id.
-func (p *SendQueue[T]) StageOf(id uint32) []byte {
-	return p.stage.Mem.Host()[int(id)*p.stageEach : (int(id)+1)*p.stageEach]
 }
 
 // RecordOf returns the queue pair and the record of a work request's ID.
@@ -180,20 +187,14 @@ func (p *SendQueue[T]) Probe() error {
 	return p.Post()
 }
 
-// Finished holds what a finished record has used. Its user calls End without its lock.
+// Finished is the note of a finished record, and its large block. The caller calls End without its lock.
 type Finished[T any] struct {
-	Note    T
-	regions [van.MaxFrames]*Region
-	large   *Block
+	Note  T
+	large *Block
 }
 
-// End releases the memory.
+// End frees the block.
 func (f *Finished[T]) End() {
-	for _, r := range f.regions {
-		if r != nil {
-			r.Release()
-		}
-	}
 	if f.large != nil {
 		_ = f.large.Close()
 	}
@@ -214,7 +215,17 @@ func (p *SendQueue[T]) Complete(id uint32) (f Finished[T], ok bool) {
 // Finish ends record id, which has nothing in flight.
 func (p *SendQueue[T]) Finish(id uint32) Finished[T] {
 	r := &p.recs[id]
-	f := Finished[T]{r.Note, r.Regions, r.Large}
+	f := Finished[T]{r.Note, r.Large}
+	if f.large != nil && len(p.spare) < maxSpare && f.large.Mem.Len() <= spareBytes {
+		p.spare, f.large = append(p.spare, f.large), nil
+	}
+	for _, x := range r.Regions {
+		x.Release()
+	}
+	clear(r.Regions)
+	if cap(r.Regions) > keptRegions {
+		r.Regions = nil
+	}
 	for q, n := range r.used {
 		p.available[q] += n
 		r.used[q] = 0
@@ -222,7 +233,7 @@ func (p *SendQueue[T]) Finish(id uint32) Finished[T] {
 	if r.failed {
 		p.failedRecords--
 	}
-	*r = Record[T]{used: r.used}
+	*r = Record[T]{used: r.used, Regions: r.Regions[:0]}
 	p.free = append(p.free, id)
 	return f
 }
@@ -281,5 +292,12 @@ func (p *SendQueue[T]) FinishAll() (all []Finished[T]) {
 	return all
 }
 
-// Close frees the staging memory, after the queue pairs are destroyed.
-func (p *SendQueue[T]) Close() error { return p.stage.Close() }
+// Close frees the queue's memory, after the queue pairs are destroyed and all records have ended.
+func (p *SendQueue[T]) Close() error {
+	err := p.stage.Close()
+	for _, b := range p.spare {
+		err = errors.Join(err, b.Close())
+	}
+	p.spare = nil
+	return err
+}

@@ -1,0 +1,101 @@
+package rdma
+
+import (
+	"slices"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// This file owns batches between nodes of this library. A batch is one message in one slot:
+//
+//	meta with the directory | placement of each part | inline values | trailer
+//
+// Host values of up to inlineValue bytes are inline values. Each other value is written from where it lies: to the destination that the
+// request names, to a receive buffer that the peer has announced, or to the slot's value memory. Each part of the layout and each value in
+// the slot begins at a multiple of frameAlign.
+
+const (
+	// inlineValue is the length of the longest inline value. A longer one costs less as a write of its own than as a copy.
+	inlineValue = smallPayload - van.MaxFrames*frameAlign
+	// maxBatchBytes is the length of all values above which a batch is sent as the messages of ps-lite. The cost of a message does not
+	// matter then, and a slot for all values would need as much memory at once. batchShare is the share of this node's own
+	// STEPAF_RDMA_PEER_BUDGET, which the peer probably has, too, above which it is so.
+	maxBatchBytes = 256 << 20
+	batchShare    = 4
+)
+
+// outPart is a part of a batch to be sent.
+type outPart struct {
+	key    uint64
+	len    int         // bytes of the value; 0: none
+	mem    backend.Mem // registered memory of the caller; empty if the value was copied
+	into   backend.Mem // of a pull: the destination of the answer
+	pull   pullKey     // of a pull
+	addr   uint64      // of an answer: the destination in the request; of a pull: that of into
+	rkey   uint32      // of addr; 0: the peer may not write there
+	placed bool        // the value is written to addr
+}
+
+// assembles reports whether msg, a batch, can be sent to p as one message. p.mu is held.
+func (p *peer) assembles(msg *van.Message) bool {
+	if p.link != nil && !p.link.native || p.link == nil && p.incarnation == 0 {
+		return false // a node of the C++ library, or it may be one
+	}
+	n := aligned(msg.EncodedLen()) + aligned(placementLen*len(msg.Parts)) + trailerLen
+	total, writes, most := 0, 1, maxBatchBytes
+	if b := p.v.budget.perPeer; b > 0 {
+		most = min(most, int(b)/batchShare)
+	}
+	for i := range msg.Parts {
+		v := &msg.Parts[i].Vals
+		total += aligned(v.Len())
+		if isInline(v) {
+			n += aligned(v.Len())
+		} else {
+			writes++
+		}
+	}
+	return n <= maxMeta && total <= most && writes <= p.v.cm.SendDepth/2
+}
+
+func isInline(v *backend.Mem) bool { return v.Len() <= inlineValue && v.OnHost() }
+
+// fillParts takes over the parts of msg, a batch.
+func (o *outgoing) fillParts(msg *van.Message) {
+	o.inMeta, o.inline = true, 0
+	o.parts = slices.Grow(o.parts[:0], len(msg.Parts))[:len(msg.Parts)]
+	for i := range msg.Parts {
+		x, v := &msg.Parts[i], &o.parts[i]
+		*v = outPart{key: x.Key, len: x.Vals.Len()}
+		switch {
+		case !msg.Request:
+			v.addr, v.rkey = x.Addr, uint32(x.Option)
+		case !x.Push && x.Into.Len() == x.Len && x.Into.Len() > 0:
+			v.into, v.pull = x.Into, pullKey{x.Timestamp, int16(msg.AppID), int16(msg.CustomerID), x.Key}
+		}
+		switch {
+		case isInline(&x.Vals):
+			o.copies = append(o.copies, x.Vals.Host()...)
+			o.inline += aligned(v.len)
+		default:
+			v.mem, o.zeroCopy, o.done = x.Vals, true, msg.Done
+			v.mem.Retain() // recycle releases it
+		}
+	}
+}
+
+// writes returns the number of work requests of o, a batch, on one queue pair. It returns 1 for another message: conn.SendQueue reserves
+// enough for that.
+func (o *outgoing) writes() int {
+	n := 1
+	for i := range o.parts {
+		if o.parts[i].mem.Len() > 0 {
+			n++
+		}
+	}
+	return n
+}
+
+// isBatch reports whether o is a batch.
+func (o *outgoing) isBatch() bool { return len(o.parts) > 0 }

@@ -1,0 +1,87 @@
+package rdma
+
+import (
+	"fmt"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// This file reads received batches. batch.go describes their layout.
+
+// parts reads the directory of a batch and locates its values. Each placement is read once: the peer may change it meanwhile.
+func (d nativeIn) parts(rx *received, l *receiveSlot, t *trailer, behind []byte) error {
+	m := &rx.msg
+	if !t.inMeta || t.frames > 0 {
+		return &van.FieldError{Field: "trailer of a batch", Value: fmt.Sprintf("%d frames, placements %t", t.frames, t.inMeta), Want: "no frames, and placements"}
+	}
+	if _, err := m.ReadDirectory(); err != nil {
+		return err
+	}
+	if n := placementLen * len(m.Parts); len(behind) < n {
+		return &van.FieldError{Field: "placements", Value: fmt.Sprintf("%d bytes", len(behind)), Want: fmt.Sprint(n)}
+	}
+	inline := valueReader{mem: backend.Bytes(behind), used: placementLen * len(m.Parts)}
+	slot := valueReader{mem: l.Memory.data.Sub(0, min(l.Data, l.Memory.data.Len()))}
+	var p *peer
+	if !m.Request {
+		if p = (*d.v.tables.peers.Load())[d.handshake.node]; p != nil {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+		}
+	}
+	for i := range m.Parts {
+		x := &m.Parts[i]
+		var at placement
+		at.get(behind[placementLen*i:])
+		x.Addr, x.Option = at.addr, int32(at.rkey)
+		var small []byte
+		var err error
+		switch {
+		case !m.HasValue(i) || x.Len == 0:
+		case at.where == valueInMeta:
+			if x.Vals, err = inline.next(x); err == nil {
+				small = x.Vals.Host()
+			}
+		case at.where == valueInSlot:
+			if x.Vals, err = slot.next(x); err == nil && m.Request {
+				d.announceBuffer(x.Key, x.Len)
+			}
+		case at.where == valueInPlace && m.Request:
+			x.Vals, err = d.announced(x.Key, x.Len, at.addr)
+			x.Placed = true
+		case at.where != valueInPlace:
+			err = &van.FieldError{Field: fmt.Sprintf("placement of key %d", x.Key), Value: at.where, Want: "0, 1 or 2"}
+		}
+		if err != nil {
+			return err
+		}
+		if p != nil {
+			into, copied := openPulls{p}.take(pullKey{x.Timestamp, int16(m.AppID), int16(m.CustomerID), x.Key}, x.Addr, x.Len, small)
+			if copied || at.where == valueInPlace {
+				x.Vals, x.Placed = into, into.Len() > 0 // otherwise the answer is late: no caller waits for it
+			}
+		}
+		if x.Vals.Len() > 0 && !x.Placed {
+			rx.slot = l
+		}
+	}
+	return nil
+}
+
+// valueReader locates the values in memory that a peer has written.
+type valueReader struct {
+	mem  backend.Mem
+	used int
+}
+
+// next returns the next value, that of x.
+func (r *valueReader) next(x *van.Part) (v backend.Mem, err error) {
+	r.used = aligned(r.used)
+	if n := r.mem.Len() - r.used; x.Len > n {
+		return v, &van.FieldError{Field: fmt.Sprintf("bytes of key %d", x.Key), Value: x.Len, Want: fmt.Sprintf("at most %d", max(n, 0))}
+	}
+	v = r.mem.Sub(r.used, x.Len)
+	r.used += x.Len
+	return v, nil
+}
