@@ -66,6 +66,7 @@ type model struct {
 	last       [2]int
 	arrived    int
 	returned   int
+	all        []*item
 	credits    bool // whether the receiver gives any
 
 	story hash.Hash64 // of all actions of the Sender
@@ -226,8 +227,22 @@ func (m *model) grant(e event) {
 	if !m.original && (m.rng.Float64() < m.refuse || m.table.Len() >= m.memory) {
 		m.refusals++
 		reply(func() {
-			if o, _, ok := m.s.Refused(origin); ok {
-				m.drop(o)
+			o, refused, ok := m.s.Refused(origin)
+			if ok && refused != need {
+				m.t.Fatalf("item %d with %+v is refused, %+v was requested", o.seq, refused, need)
+			}
+			if ok && o.oneShot != need.OneShot || ok && m.need(o) != need {
+				m.t.Fatalf("item %d with %+v is refused, %+v was requested", o.seq, m.need(o), need)
+			}
+			if !ok {
+				return
+			}
+			m.drop(o)
+			if o.seq%4 == 0 && !o.oneShot { // smaller ones take its place
+				parts := []*item{{seq: o.seq + 1, key: o.key, push: o.push, request: o.request, meta: 300, data: o.data / 4},
+					{seq: o.seq + 2, key: o.key, push: o.push, request: o.request, meta: 300, data: o.data / 2}}
+				m.all = append(m.all, parts...)
+				m.s.Replace(parts)
 			}
 		})
 		return
@@ -434,17 +449,23 @@ func testModel(t *testing.T, seed uint64, original bool) (story uint64) {
 	for range m.rng.IntN(4) {
 		m.registered[uint64(m.rng.IntN(keys))] = 1 << m.rng.IntN(16)
 	}
-	var all []*item
-	up := false
+	n, step, up := 0, 4, false
+	if original {
+		step = 1
+	}
 	for range 400 {
 		switch k := m.rng.IntN(100); {
 		case k < 40:
-			o := &item{seq: len(all) + 1, oneShot: m.rng.IntN(8) == 0, key: uint64(m.rng.IntN(keys)), request: m.rng.IntN(3) > 0,
+			n += step
+			o := &item{seq: n, oneShot: m.rng.IntN(8) == 0, key: uint64(m.rng.IntN(keys)), request: m.rng.IntN(3) > 0,
 				push: m.rng.IntN(3) > 0, meta: 300, data: m.rng.IntN(1 << m.rng.IntN(14))}
 			if m.rng.IntN(4) == 0 {
 				o.meta += m.rng.IntN(1000)
 			}
-			all = append(all, o)
+			if !original && m.rng.IntN(40) == 0 {
+				o.meta = 32 << 20
+			}
+			m.all = append(m.all, o)
 			m.submit(o)
 		case k < 85:
 			if up {
@@ -487,7 +508,7 @@ func testModel(t *testing.T, seed uint64, original bool) (story uint64) {
 		m.connect()
 	}
 	m.settle()
-	for _, o := range all {
+	for _, o := range m.all {
 		if o.done == "" {
 			t.Errorf("item %d was neither put nor dropped", o.seq)
 		}

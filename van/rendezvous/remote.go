@@ -54,10 +54,10 @@ func Class(n int) (class int8, size int) {
 	return int8(b), 1 << b
 }
 
-// Eager returns how many slots of a route, of data bytes each, are requested at once:
+// Eager returns how many slots of a route, of n bytes each with their metas, are requested at once:
 // 64 MiB in all, but at least 4 and at most 64. Beyond that, messages first wait for
 // credits; see Tick.
-func Eager(data int) int { return min(max(64<<20/max(data, 1), 4), 64) }
+func Eager(n int) int { return min(max(64<<20/max(n, 1), 4), 64) }
 
 // remoteSlots is the slots of one connection's receiver.
 type remoteSlots struct {
@@ -196,6 +196,11 @@ func (s *remoteSlots) removeIfEmpty(r *route) {
 
 func (r *route) serves(n Need) bool {
 	return r != nil && slices.ContainsFunc(r.slots, func(p *RemoteSlot) bool { return p.fits(&n) })
+}
+
+// expects reports whether a message with this need can get a slot of r that is free, or one that has been requested.
+func (s *remoteSlots) expects(r *route, n Need) bool {
+	return r.free > 0 && slices.ContainsFunc(r.slots, func(p *RemoteSlot) bool { return !p.busy && p.fits(&n) }) || s.openRequests(r, n) > 0
 }
 
 // Reclaim reports that the receiver wants a number of slots back, and a number of bytes in all. Free

@@ -50,6 +50,7 @@ type outQueue[T any] struct {
 	// scanned is the number of the first entry that may not have been considered for a slot
 	// request of its own.
 	scanned uint64
+	removed int // position of the entry that was refused last
 }
 
 type waitingItem[T any] struct {
@@ -178,7 +179,7 @@ func (s *Sender[T]) considerRequest(l *outQueue[T], i int, need Need) (a Action[
 	}
 	limit := 1
 	if !s.freedByAnswer {
-		limit = Eager(need.Data)
+		limit = Eager(need.Data + need.Meta)
 	}
 	fits, sized := 0, 0
 	for _, p := range r.slots {
@@ -245,9 +246,10 @@ func (s *Sender[T]) Reply(origin uint64, p RemoteSlot) bool {
 // refusedCooldown is about a second.
 const refusedCooldown = 500
 
-// Refused reports the reply that there will be no slot. It removes and returns the message of the
-// request. It returns false if that message has found another slot meanwhile, waits for an
-// existing one, or needs another one now.
+// Refused reports the reply that there will be no slot. It removes and returns a message that
+// needs as much as was requested. It returns false if there is none, since that message has found
+// another slot meanwhile, waits for an existing one, or needs another one now. Messages that counted
+// on the request then request slots of their own.
 func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 	a := s.requests[origin]
 	if a == nil {
@@ -255,39 +257,65 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 	}
 	delete(s.requests, origin)
 	l := s.queue(a.need)
+	l.changed = true
 	if a.route != nil {
 		a.route.requests--
 		s.removeIfEmpty(a.route)
-		if s.reconsider(a.route) {
+		if s.reconsider(a.route, false) {
 			return item, need, false
 		}
 		if a.route.serves(a.need) { // a busy slot is better than none
 			a.route.cooldown = refusedCooldown
-			l.changed = true
 			return item, need, false
 		}
 	}
 	for i := range l.q.len() {
 		w := l.q.at(i)
-		if a.need.OneShot && l.head+uint64(i) == a.seq || !a.need.OneShot && w.route == a.route {
-			item, need, ok = w.item, a.need, true
-			if w.route != nil {
-				w.route.queued--
-			}
-			l.q.remove(i)
-			if l.scanned > l.head+uint64(i) {
-				l.scanned--
-			}
-			for _, o := range s.requests {
-				if o.need.OneShot && a.need.OneShot && o.seq > a.seq {
-					o.seq--
-				}
-			}
-			break
+		if a.need.OneShot && l.head+uint64(i) == a.seq || !a.need.OneShot && w.route == a.route && s.need(w.item) == a.need {
+			return s.removeRefused(l, i, a), a.need, true
 		}
 	}
-	l.changed = true
-	return item, need, ok
+	if a.route != nil {
+		s.reconsider(a.route, true)
+	}
+	return item, need, false
+}
+
+// removeRefused removes entry i of l, whose slot request a was refused, and returns its message.
+func (s *Sender[T]) removeRefused(l *outQueue[T], i int, a *request) T {
+	w := l.q.at(i)
+	item := w.item
+	if w.route != nil {
+		w.route.queued--
+	}
+	l.q.remove(i)
+	l.removed = i
+	if l.scanned > l.head+uint64(i) {
+		l.scanned--
+	}
+	for _, o := range s.requests {
+		if o.need.OneShot && a.need.OneShot && o.seq > a.seq {
+			o.seq--
+		}
+	}
+	return item
+}
+
+// Replace queues items in place of the message that Refused has just returned, which was no one-shot.
+func (s *Sender[T]) Replace(items []T) {
+	l := &s.queues[1]
+	rotate := func(n int) {
+		for range n {
+			l.q.push(l.q.pop())
+		}
+	}
+	behind := l.q.len() - l.removed
+	rotate(l.removed)
+	for _, x := range items {
+		l.q.push(waitingItem[T]{item: x})
+	}
+	rotate(behind)
+	l.changed, l.scanned = true, min(l.scanned, l.head+uint64(l.removed))
 }
 
 // NotNeeded reports the reply that the message of the request does not need that slot: need returns another one from now on. It returns
@@ -300,17 +328,17 @@ func (s *Sender[T]) NotNeeded(origin uint64) bool {
 	delete(s.requests, origin)
 	a.route.requests--
 	s.removeIfEmpty(a.route)
-	s.reconsider(a.route)
+	s.reconsider(a.route, false)
 	s.queues[1].changed = true
 	return true
 }
 
 // reconsider considers the messages that wait for a slot of r, and need one of another route now, for slot requests again. It reports
-// whether there are any.
-func (s *Sender[T]) reconsider(r *route) (any bool) {
+// whether there are any. With all, it does so for all messages that wait for a slot of r.
+func (s *Sender[T]) reconsider(r *route, all bool) (any bool) {
 	l := &s.queues[1]
 	for i := range l.q.len() {
-		if w := l.q.at(i); w.route == r && s.need(w.item).Route != r.Route {
+		if w := l.q.at(i); w.route == r && (all || s.need(w.item).Route != r.Route) {
 			w.requested, w.considered, any = false, false, true
 		}
 	}
@@ -433,15 +461,15 @@ func (s *Sender[T]) extraRequest() (a Action[T], ok bool) {
 	w := l.q.at(0)
 	need := s.need(w.item)
 	r := s.route(need.Route)
-	if r.requests > 0 || r.free > 0 {
+	if s.expects(r, need) {
 		return a, false
 	}
 	return s.newRequest(w, r, need), true
 }
 
 // Tick must be called every few milliseconds. If the first message has waited since the
-// last Tick for one of many slots, Next will request one more: the slots may hold messages
-// that in turn wait for the first one.
+// last Tick for one of many slots, Next will request one more: the slots that fit may hold
+// messages that in turn wait for the first one.
 func (s *Sender[T]) Tick() {
 	l := &s.queues[1]
 	if !s.connected || s.freedByAnswer || l.q.len() == 0 {
@@ -460,7 +488,7 @@ func (s *Sender[T]) Tick() {
 		l.q.mark = stamp
 		return
 	}
-	s.extra = r.requests == 0 && r.free == 0
+	s.extra = !s.expects(r, need)
 }
 
 // fifo is a queue in a ring.

@@ -22,9 +22,9 @@ func TestClass(t *testing.T) {
 			t.Errorf("the class of %d is %d, that of its size %d", s.n, class, again)
 		}
 	}
-	for _, s := range []struct{ data, want int }{{0, 64}, {1 << 20, 64}, {2 << 20, 32}, {16 << 20, 4}, {1 << 31, 4}} {
-		if n := Eager(s.data); n != s.want {
-			t.Errorf("Eager(%d) = %d, want %d", s.data, n, s.want)
+	for _, s := range []struct{ bytes, want int }{{0, 64}, {1 << 20, 64}, {2 << 20, 32}, {16 << 20, 4}, {1 << 31, 4}} {
+		if n := Eager(s.bytes); n != s.want {
+			t.Errorf("Eager(%d) = %d, want %d", s.bytes, n, s.want)
 		}
 	}
 }
@@ -68,6 +68,120 @@ func TestBatchOverEager(t *testing.T) {
 	}
 	if n := len(m.s.granted); n > batch+Eager(size) {
 		t.Errorf("%d slots for %d items", n, batch)
+	}
+}
+
+// TestFreeSlotTooSmall: a message at the head gets a slot of its own when all that fit are in use by messages that wait for it, although smaller ones are free.
+func TestFreeSlotTooSmall(t *testing.T) {
+	m := newModel(t, 1, false)
+	m.connect()
+	m.submit(&item{seq: 1, request: true, push: true, meta: 300, data: 1000})
+	m.settle()
+	for len(m.held)+len(m.answers) > 0 {
+		m.step()
+	}
+	m.credits = false
+	const big = 1 << 20
+	n := Eager(1024 + big)
+	for i := range n + 1 {
+		m.submit(&item{seq: i + 2, request: true, push: true, meta: big, data: 1000})
+	}
+	for range 10 {
+		for len(m.wire) > 0 {
+			m.receive()
+		}
+		for len(m.answers) > 0 {
+			f := m.answers[0]
+			m.answers = m.answers[1:]
+			f()
+		}
+		m.check()
+		m.tick()
+	}
+	if m.arrived != n+2 {
+		t.Errorf("%d of %d have arrived", m.arrived, n+2)
+	}
+	if len(m.s.granted) > n+2 {
+		t.Errorf("%d slots for %d messages", len(m.s.granted), n+2)
+	}
+}
+
+// TestLargeMetas: the bytes of metas limit how many slots are requested at once.
+func TestLargeMetas(t *testing.T) {
+	m := newModel(t, 1, false)
+	m.connect()
+	for i := range 20 {
+		m.submit(&item{seq: i + 1, request: true, push: true, meta: 16 << 20, data: 100})
+	}
+	if len(m.wire) != 4 {
+		t.Errorf("%d slots are requested, want 4", len(m.wire))
+	}
+	m.settle()
+}
+
+// TestRefused: the message that needs what was refused is removed, and others of its route are sent.
+func TestRefused(t *testing.T) {
+	for _, x := range []struct {
+		name    string
+		metas   []int
+		refused int // the request that is refused
+		want    int // the message that is removed; 0: none
+		before  func(*model)
+	}{
+		{name: "the second", metas: []int{300, 1 << 20, 300}, refused: 1, want: 2},
+		{name: "the first", metas: []int{1 << 20, 300}, refused: 0, want: 1},
+		{name: "one that has found another slot", metas: []int{300, 301, 1 << 20}, refused: 0, want: 0, before: func(m *model) {
+			m.s.Reply(m.wire[1].origin, RemoteSlot{Index: 77}) // for the first message
+			m.pump()
+		}},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			m := newModel(t, 1, false)
+			m.connect()
+			for i, n := range x.metas {
+				m.submit(&item{seq: i + 1, request: true, push: true, meta: n, data: 1000})
+			}
+			if x.before != nil {
+				x.before(m)
+			}
+			o, need, ok := m.s.Refused(m.wire[x.refused].origin)
+			switch {
+			case ok != (x.want > 0):
+				t.Fatalf("a message is removed: %t, want %t", ok, x.want > 0)
+			case ok && (o.seq != x.want || need.Meta != x.metas[x.refused]):
+				t.Errorf("message %d is removed with %d bytes of meta, want %d", o.seq, need.Meta, x.want)
+			}
+		})
+	}
+}
+
+// TestReplace: messages that take the place of a refused one keep its place in the order.
+func TestReplace(t *testing.T) {
+	for at := range 3 {
+		m := newModel(t, 1, false)
+		m.connect()
+		for i := range 3 {
+			meta := 300
+			if i == at {
+				meta = 1 << 20
+			}
+			m.submit(&item{seq: 10 * (i + 1), request: true, push: true, meta: meta, data: 1000})
+		}
+		if _, _, ok := m.s.Refused(m.wire[at].origin); !ok {
+			t.Fatal("nothing was refused")
+		}
+		m.wire = slices.Delete(m.wire, at, at+1)
+		var parts []*item
+		for i := range 9 {
+			parts = append(parts, &item{seq: 10*(at+1) + i, request: true, push: true, meta: 300, data: 10 << i})
+		}
+		m.s.Replace(parts)
+		m.settle()
+		for m.step() {
+		}
+		if m.arrived != 11 {
+			t.Errorf("%d messages have arrived, want 11", m.arrived)
+		}
 	}
 }
 
