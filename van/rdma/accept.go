@@ -207,7 +207,9 @@ func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 			}
 		})
 		for _, b := range in.slots.buffers {
-			b.region.Release()
+			if b.region != nil {
+				b.region.Release()
+			}
 		}
 		in.slots.buffers = nil
 	})

@@ -228,96 +228,6 @@ func TestBatchBeforeTheConnection(t *testing.T) {
 	}
 }
 
-// TestBatchToABuffer: after the first push of a key, later ones are written to the receive buffer that the application has registered for the key, if
-// they fit. Inline values are not.
-func TestBatchToABuffer(t *testing.T) {
-	r := newRig(t)
-	w, s := r.pair()
-	buffers := [][]byte{make([]byte, 70000), make([]byte, 100), make([]byte, 70000)}
-	for key, b := range buffers {
-		if err := s.RegisterRecvBuffer(9, uint64(key), backend.Bytes(b)); err != nil {
-			t.Fatal(err)
-		}
-	}
-	round := func(i int, want [4]bool, lens ...int) {
-		t.Helper()
-		m := batch(s, 10*i, i, lens...)
-		w.must(m)
-		got, release := s.parts(len(lens))
-		defer release()
-		r.checkParts("the request", got, m.Parts, 10*i)
-		for k := range got {
-			if got[k].Placed != want[k] || want[k] && got[k].Vals.Addr() != backend.Bytes(buffers[k]).Addr() {
-				t.Errorf("round %d: the value of key %d is in its buffer: %t, want %t", i, k, got[k].Placed, want[k])
-			}
-		}
-	}
-	p := (*w.tables.peers.Load())[8]
-	announced := func(n int) {
-		r.until(fmt.Sprintf("%d buffers are announced", n), func() bool {
-			p.mu.Lock()
-			defer p.mu.Unlock()
-			return len(p.link.dialect.(*nativeOut).buffers) == n
-		})
-	}
-	round(0, [4]bool{}, 70000, 70000, 500, 70000)
-	announced(1)
-	round(1, [4]bool{true}, 70000, 70000, 70000, 70000)
-	announced(2)
-	round(2, [4]bool{true, false, true}, 5000, 70000, 70000, 70000)
-	round(3, [4]bool{false, false, true}, 70001, 50, 60000, 70000)
-	w.Disconnect(8) // the buffers are announced anew on the next connection
-	w.connect(s)
-	w.wantUp(s)
-	r.until("the server's memory is released", func() bool { return s.Stats().LentValues == 0 })
-	s.connect(w)
-	s.wantUp(w)
-	w.wantUpOrSend(s, batch(s, 100, 7, 70000))
-	got, release := s.parts(1)
-	if got[0].Placed || !bytes.Equal(got[0].Vals.Host(), value(70000, 7)) {
-		t.Error("the first value on a new connection was written to a buffer, or is wrong")
-	}
-	release()
-}
-
-// TestPushToABuffer: a value that is pushed alone is written to the receive buffer of its key, also the first one and those in flight, if it fits. Others
-// use the slots of their size.
-func TestPushToABuffer(t *testing.T) {
-	r := newRig(t)
-	w, s := r.pair()
-	buffer := backend.Bytes(make([]byte, 70000))
-	if err := s.RegisterRecvBuffer(9, 1, buffer); err != nil {
-		t.Fatal(err)
-	}
-	for i, x := range []struct {
-		key    uint64
-		size   int
-		placed bool
-	}{{1, 70000, true}, {2, 70000, false}, {1, 5000, true}, {1, 70001, false}, {1, 100, false}, {1, 0, false}, {2, 5000, false}, {1, 60000, true}} {
-		w.must(push(s, x.key, i, value(x.size, i)))
-		m := s.next()
-		if m.Placed != x.placed || x.placed != (m.Vals.Addr() == buffer.Addr()) || !bytes.Equal(m.Vals.Host(), value(x.size, i)) {
-			t.Errorf("push %d of %d bytes under key %d is in the buffer: %t, want %t, or has other bytes", i, x.size, x.key, m.Placed, x.placed)
-		}
-		m.Release()
-	}
-	for i := range 20 { // in flight together, under keys of which every third has a buffer
-		if err := s.RegisterRecvBuffer(9, uint64(100+3*i), backend.Bytes(make([]byte, 3000))); err != nil {
-			t.Fatal(err)
-		}
-	}
-	for i := range 20 {
-		w.must(push(s, uint64(100+i), 100+i, value(3000, 100+i)))
-	}
-	for i := range 20 {
-		s.wantValue(100+i, value(3000, 100+i))
-	}
-	if n := s.Stats().Malformed + w.Stats().Malformed; n != 0 {
-		t.Errorf("%d malformed messages: %s", n, s.logged.String())
-	}
-	w.wantNoLoss()
-}
-
 // TestBatchBreaks: a batch whose connection breaks at any of its writes does not arrive, and its Done is called. The next one arrives, and no slot is lost.
 func TestBatchBreaks(t *testing.T) {
 	lens := []int{9000, 100, 20000, -30000}
@@ -623,7 +533,7 @@ func TestHostileBuffers(t *testing.T) {
 
 // TestManyBuffers: a peer cannot make a node remember more than maxBuffers buffers.
 func TestManyBuffers(t *testing.T) {
-	d := &nativeOut{buffers: map[uint64]remoteBuffer{}}
+	d := &nativeOut{buffers: map[uint64]*peerBuffer{}}
 	for key := range uint64(maxBuffers + 10) {
 		d.noteBuffer(remoteBuffer{key: key, len: 1})
 	}

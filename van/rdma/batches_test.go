@@ -66,6 +66,17 @@ func (n *testNode) push(id int) {
 	p.mu.Unlock()
 }
 
+// equal is bytes.Equal for a receive buffer, which a later push may overwrite meanwhile. The race detector does not check it.
+//
+//go:norace
+func equal(x, y []byte) bool {
+	same := len(x) == len(y)
+	for i := range min(len(x), len(y)) {
+		same = same && x[i] == y[i]
+	}
+	return same
+}
+
 // randomPull is a pull request in flight.
 type randomPull struct {
 	dst      []byte
@@ -190,6 +201,7 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 		}
 	}
 	var controlsIn [2]atomic.Int64
+	var newest atomic.Int64   // the last push to the registered buffer
 	controlsOut := 0          // to the server
 	var sentBack atomic.Int64 // to the worker
 	controlsIn[0].Store(-1)
@@ -248,7 +260,10 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 				hold(m, check, serve)
 			} else if n >= 0 {
 				check := func(when string) {
-					if m.Vals.Len() != n || n > 0 && !bytes.Equal(m.Vals.Host(), value(n, ts)) {
+					if m.Vals.Len() != n || n > 0 && n <= 4096 && m.Key == 9 && !m.Placed || n > 0 && !equal(m.Vals.Host(), value(n, ts)) {
+						if m.Vals.Len() == n && m.Placed && newest.Load() != int64(ts) {
+							return // a later push has overwritten the buffer
+						}
 						fault("message %d has %d bytes, or wrong ones, want %d, %s", ts, m.Vals.Len(), n, when)
 					}
 				}
@@ -382,9 +397,10 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 			default:
 				m = push(s, uint64(rng.IntN(4)), ts, value(size, ts))
 			}
-			if m.Push && m.Frames == 2 && size <= 700 && rng.IntN(10) == 0 {
-				m.Key = 9 // it has a registered buffer, which inline values do not use
+			if m.Push && m.Frames == 2 && rng.IntN(10) == 0 {
+				m.Key = 9 // it has a registered buffer
 				le.PutUint64(m.Keys.Host(), 9)
+				newest.Store(int64(ts))
 			} else if !m.IsBatch() && rng.IntN(30) == 0 {
 				m.Body = make([]byte, rng.IntN(3000))
 			}

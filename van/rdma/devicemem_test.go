@@ -75,4 +75,31 @@ func TestDeviceMemory(t *testing.T) {
 		}
 		r.Release()
 	}
+	// A receive buffer on the device is not announced: its values stay where they arrive. A buffer on the host has them.
+	buffer, err := back.Alloc(len(value))
+	if err != nil {
+		t.Fatal(err)
+	}
+	host := backend.Bytes(make([]byte, len(value)))
+	for key, b := range map[uint64]backend.Mem{11: buffer, 12: host} {
+		if err := vans[0].(van.BufferRegistrar).RegisterRecvBuffer(9, key, b); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i, key := range []uint64{11, 11, 11, 12, 12, 12} {
+		var m van.Message
+		m.Reset()
+		m.Receiver, m.Request, m.Push, m.Timestamp, m.Key = 8, true, true, int32(10+i), key
+		m.Frames, m.Keys, m.Vals = 2, backend.Bytes(binary.LittleEndian.AppendUint64(nil, key)), on
+		m.IsTensor, m.ValLen = true, int32(len(value))
+		m.DataTypes = []van.DataType{van.TypeUint64, van.TypeOther}
+		if err := vans[1].Send(&m); err != nil {
+			t.Fatal(err)
+		}
+		r := <-got
+		if r.Placed != (key == 12) || r.Vals.OnHost() != (key == 12) || key == 12 && (r.Vals.Addr() != host.Addr() || !bytes.Equal(host.Host(), value)) {
+			t.Errorf("push %d of key %d is placed: %t, on %s", i, key, r.Placed, r.Vals.Device())
+		}
+		r.Release()
+	}
 }

@@ -21,6 +21,10 @@ type outboundDialect interface {
 	handleReply(snd *rendezvous.Sender[*outgoing], r *slotReply) (refused *outgoing, why error, ok bool)
 	// noteBuffer handles the announcement of a receive buffer.
 	noteBuffer(b remoteBuffer)
+	// noteDecoded records how many messages of the link the peer has decoded.
+	noteDecoded(n uint32)
+	// noteSent records that o has been written.
+	noteSent(o *outgoing)
 	// requestAnswered handles the answer to a request. It reports whether slots may have become free.
 	requestAnswered(snd *rendezvous.Sender[*outgoing], key uint64, push bool) bool
 	// mustSend reports whether o still has to be sent.

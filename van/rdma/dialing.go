@@ -75,7 +75,7 @@ func (d *dialing) run(ctx context.Context) error {
 		}
 	}
 	if l.native {
-		l.dialect = &nativeOut{buffers: map[uint64]remoteBuffer{}}
+		l.dialect = &nativeOut{buffers: map[uint64]*peerBuffer{}}
 	} else {
 		l.dialect = &stepmeshOut{keySizes: map[uint64]int{}}
 	}

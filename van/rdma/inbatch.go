@@ -44,9 +44,7 @@ func (d nativeIn) parts(rx *received, l *receiveSlot, t *trailer, behind []byte)
 				small = x.Vals.Host()
 			}
 		case at.where == valueInSlot:
-			if x.Vals, err = slot.next(x); err == nil && m.Request {
-				d.announceBuffer(x.Key, x.Len)
-			}
+			x.Vals, err = slot.next(x)
 		case at.where == valueInPlace && m.Request:
 			x.Vals, err = d.announced(x.Key, x.Len, at.addr)
 			x.Placed = true

@@ -59,7 +59,9 @@ type processState struct {
 
 // receiveState is the order of received messages. The holder of the feed uses it.
 type receiveState struct {
-	splits        uint64 // notifications of parts of split messages so far
+	splits        uint64        // notifications of parts of split messages so far
+	messages      uint32        // notifications of messages so far
+	decoded       atomic.Uint32 // see trailer.decoded
 	incomplete    []*received
 	hasIncomplete atomic.Bool   // len(incomplete) > 0
 	queues        [2]*peerQueue // of the sender, once known: for data, and for control messages
@@ -251,7 +253,7 @@ func (in slotSet) release(l *receiveSlot) {
 
 // takeCredits moves credits into t, the trailer of m.
 func (in *inbound) takeCredits(t *trailer, m *sentMessage) {
-	t.epoch = in.handshake.epoch
+	t.epoch, t.decoded = in.handshake.epoch, in.order.decoded.Load()
 	if in.owed.count.Load() == 0 {
 		return
 	}
@@ -270,7 +272,7 @@ func (in *inbound) takeCredits(t *trailer, m *sentMessage) {
 func (in *inbound) sendCredits() {
 	for len(in.owed.credits) > 0 {
 		var t trailer
-		t.epoch = in.handshake.epoch
+		t.epoch, t.decoded = in.handshake.epoch, in.order.decoded.Load()
 		t.n = copy(t.credits[:], in.owed.credits)
 		in.owed.credits = in.owed.credits[:copy(in.owed.credits, in.owed.credits[t.n:])]
 		var b [trailerLen]byte

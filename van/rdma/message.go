@@ -98,6 +98,9 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	if !control && msg.Frames >= 2 && msg.Keys.Len() == 8 && msg.Keys.OnHost() {
 		o.useSingleKeyForm(msg)
 	}
+	if !o.singleKey && !control && msg.Keys.Len() >= 8 && msg.Keys.OnHost() {
+		o.key = le.Uint64(msg.Keys.Host()) // the receive buffer of the message is that of its first key
+	}
 	for i := range msg.Frames {
 		f := msg.Frame(i)
 		o.lens[i], o.data[i] = uint32(f.Len()), backend.Mem{}

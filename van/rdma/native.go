@@ -16,7 +16,17 @@ import (
 
 // nativeOut is the dialect of a link to a native node.
 type nativeOut struct {
-	buffers map[uint64]remoteBuffer // receive buffers that the peer has announced, by key
+	buffers map[uint64]*peerBuffer // receive buffers that the peer has announced, by key
+	sent    uint32                 // number of messages so far
+	decoded uint32                 // number of those that the peer has decoded
+}
+
+// peerBuffer is a receive buffer of the peer. The peer copies values of its key that arrive elsewhere to the buffer when it decodes
+// them. A value may therefore be written there only when the peer has decoded all earlier messages with such values: otherwise an older
+// value could replace it.
+type peerBuffer struct {
+	remoteBuffer
+	after uint32 // the last message that may have a value of the key elsewhere
 }
 
 // maxBuffers limits the receive buffers that a peer may announce.
@@ -55,6 +65,7 @@ func (d *nativeOut) completeRequest(s *slotRequest, o *outgoing, need rendezvous
 func (d *nativeOut) handleReply(snd *rendezvous.Sender[*outgoing], r *slotReply) (refused *outgoing, why error, ok bool) {
 	switch {
 	case r.flags&replyBuffer != 0:
+		d.noteDecoded(r.index)
 		return nil, nil, snd.NotNeeded(r.origin)
 	case r.flags&replyRefused == 0:
 		return nil, nil, r.index < maxIndex && snd.Reply(r.origin, r.slot())
@@ -71,7 +82,38 @@ func (d *nativeOut) handleReply(snd *rendezvous.Sender[*outgoing], r *slotReply)
 
 func (d *nativeOut) noteBuffer(b remoteBuffer) {
 	if _, known := d.buffers[b.key]; known || len(d.buffers) < maxBuffers {
-		d.buffers[b.key] = b
+		d.buffers[b.key] = &peerBuffer{b, d.sent}
+	}
+}
+
+// bufferFor returns the buffer to which a value of n bytes may be written under key now, or nil.
+func (d *nativeOut) bufferFor(key uint64, n int) *peerBuffer {
+	b := d.buffers[key]
+	if b == nil || b.len < n || int32(d.decoded-b.after) < 0 {
+		return nil
+	}
+	return b
+}
+
+func (d *nativeOut) noteDecoded(n uint32) { d.decoded = n }
+
+func (d *nativeOut) noteSent(o *outgoing) {
+	d.sent++
+	if len(d.buffers) == 0 || !o.request {
+		return
+	}
+	note := func(key uint64) {
+		if b := d.buffers[key]; b != nil {
+			b.after = d.sent
+		}
+	}
+	if o.push && !o.direct && o.frames > 0 {
+		note(o.key)
+	}
+	for i := range o.parts {
+		if x := &o.parts[i]; x.len > 0 && !x.placed {
+			note(x.key)
+		}
 	}
 }
 
@@ -83,8 +125,9 @@ func (d *nativeOut) mustSend(*outgoing) bool { return true }
 // place decides where the values of o are written, and stores that in o. It returns how many bytes are written to the slot's value memory.
 func (d *nativeOut) place(o *outgoing) (slot int) {
 	if !o.isBatch() {
-		if b := d.buffers[o.key]; o.request && o.push && o.singleKey && o.data[1].Len() > 0 {
-			if o.direct = b.len >= int(o.lens[1]); o.direct {
+		if o.request && o.push && o.singleKey && o.data[1].Len() > 0 {
+			b := d.bufferFor(o.key, int(o.lens[1]))
+			if o.direct = b != nil; o.direct {
 				o.addr, o.rkey = b.addr, b.rkey
 				le.PutUint64(o.meta[metaAddr:], b.addr)
 			}
@@ -100,8 +143,10 @@ func (d *nativeOut) place(o *outgoing) (slot int) {
 			continue
 		}
 		if o.request {
-			b := d.buffers[x.key]
-			x.addr, x.rkey, x.placed = b.addr, b.rkey, b.len >= x.len
+			b := d.bufferFor(x.key, x.len)
+			if x.placed = b != nil; x.placed {
+				x.addr, x.rkey = b.addr, b.rkey
+			}
 		} else {
 			x.placed = x.rkey != 0
 		}
@@ -199,7 +244,7 @@ func (d nativeIn) splitMeta(b []byte, t *trailer) (meta, behind []byte, err erro
 		}
 		behind, b = b[aligned(t.metaLen):], b[:t.metaLen]
 	}
-	if t.n > 0 {
+	if t.n > 0 || t.decoded > 0 {
 		d.v.handleCredits(d.inbound, t)
 	}
 	return b, behind, nil

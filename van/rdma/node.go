@@ -39,8 +39,8 @@ type node struct {
 
 	budget budgets
 
-	mu      sync.Mutex // guards changes of tables, and buffers
-	buffers map[bufferKey]backend.Mem
+	mu      sync.Mutex // guards changes of tables
+	buffers recvBuffers
 	closed  atomic.Bool
 	wg      sync.WaitGroup // goroutines that end by themselves
 }

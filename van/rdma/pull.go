@@ -91,6 +91,12 @@ func (p *peer) takeCredits(t *trailer) (ok bool) {
 	if p.link == nil || p.link.epoch != t.epoch {
 		return true // of an earlier connection
 	}
+	if t.decoded > 0 {
+		p.link.dialect.noteDecoded(t.decoded)
+	}
+	if t.n == 0 {
+		return true
+	}
 	ok = true
 	for _, i := range t.credits[:t.n] {
 		ok = p.sender.Credit(uint32(i)) && ok
@@ -191,6 +197,8 @@ func (p *peer) handleSend(d *device, l *link, c *verbs.Completion) {
 			p.mu.Lock()
 			if p.link == l { // otherwise it may not be established yet, and has no dialect
 				l.dialect.noteBuffer(r)
+				p.pump()
+				p.flush()
 			}
 			p.mu.Unlock()
 		}

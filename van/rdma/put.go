@@ -152,6 +152,7 @@ func (l *link) addMeta(id uint32, at *rendezvous.RemoteSlot, meta []byte, byRefe
 // noteSent records what the completion of o needs. A numbered control message is kept until it has arrived, any other is recycled.
 func (p *peer) noteSent(r *conn.Record[sentMessage], o *outgoing) {
 	l := p.link
+	l.dialect.noteSent(o)
 	r.Note.done, r.Note.data = o.done, !o.control
 	if o.control && l.numbered {
 		l.seq++

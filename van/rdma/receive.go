@@ -57,8 +57,10 @@ func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 	if c.Imm&immSlave != 0 {
 		in.order.splits++
 		d.releaseCompleted(in)
+		slotSet{in}.noteDecoded()
 		return
 	}
+	in.order.messages++
 	l := v.budget.slots.Get(c.Imm)
 	if l == nil || l.Owner != in {
 		in.malformed(&van.FieldError{Field: "slot", Value: c.Imm, Want: "one granted on this connection"})
@@ -74,6 +76,7 @@ func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 	} else if rx != nil {
 		d.arrived(in, rx)
 	}
+	slotSet{in}.noteDecoded()
 	if l.OneShot {
 		v.budget.slots.End(l)
 	}
@@ -85,7 +88,7 @@ func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 func (d *device) arrived(in *inbound, rx *received) {
 	switch {
 	case rx.splits <= in.order.splits && (len(in.order.incomplete) == 0 || rx.usesControlQueue() && !slices.ContainsFunc(in.order.incomplete, (*received).usesControlQueue)):
-		d.ready.Put(rx)
+		d.makeReady(rx)
 	case len(in.order.incomplete) >= maxIndex:
 		in.fail(fmt.Errorf("%w: %d messages wait for the other part of one", van.ErrMalformed, len(in.order.incomplete)))
 		rx.msg.Release()
@@ -95,11 +98,17 @@ func (d *device) arrived(in *inbound, rx *received) {
 	}
 }
 
+// makeReady queues rx, which has arrived as a whole, for delivery.
+func (d *device) makeReady(rx *received) {
+	slotSet{rx.in}.copyToBuffers(rx)
+	d.ready.Put(rx)
+}
+
 // releaseCompleted moves messages whose other parts have arrived to d.ready.
 func (d *device) releaseCompleted(in *inbound) {
 	n := 0
 	for n < len(in.order.incomplete) && in.order.incomplete[n].splits <= in.order.splits {
-		d.ready.Put(in.order.incomplete[n])
+		d.makeReady(in.order.incomplete[n])
 		n++
 	}
 	in.order.incomplete = append(in.order.incomplete[:0], in.order.incomplete[n:]...)
@@ -140,7 +149,7 @@ func (d *device) decode(in *inbound, l *receiveSlot, n int, over bool) (*receive
 		m.Release()
 		return nil, err
 	}
-	rx.in = in
+	rx.in, rx.number = in, in.order.messages
 	if t.canceled {
 		m.Release()
 		return nil, nil

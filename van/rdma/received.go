@@ -18,6 +18,7 @@ type received struct {
 	in     *inbound
 	slot   *receiveSlot // holds the frames; nil: the frames are elsewhere
 	splits uint64       // notifications of parts that must precede the message
+	number uint32       // of the message on its connection, from 1
 	key    [8]byte
 	lens   [4]byte
 	copies []byte // copies of keys and lengths, if there are several

@@ -100,7 +100,8 @@ func (in slotSet) grant(q *pendingRequest) error {
 		return errStalled
 	}
 	if in.dialect.announces(s) {
-		in.sendReply(&slotReply{origin: s.origin, flags: replyBuffer}, nil)
+		in.noteDecoded()
+		in.sendReply(&slotReply{origin: s.origin, flags: replyBuffer, index: in.order.decoded.Load()}, nil)
 		return nil
 	}
 	switch err := in.withinBudget(s, need); {

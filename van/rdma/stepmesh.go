@@ -66,8 +66,10 @@ func (d *stepmeshOut) handleReply(snd *rendezvous.Sender[*outgoing], r *slotRepl
 	return nil, nil, r.index < maxIndex && snd.Reply(r.origin, r.slot())
 }
 
-// noteBuffer does nothing: a node of the C++ library announces no buffers.
+// A node of the C++ library announces no buffers.
 func (d *stepmeshOut) noteBuffer(remoteBuffer) {}
+func (d *stepmeshOut) noteDecoded(uint32)      {}
+func (d *stepmeshOut) noteSent(*outgoing)      {}
 
 func (d *stepmeshOut) requestAnswered(snd *rendezvous.Sender[*outgoing], key uint64, push bool) bool {
 	snd.Answered(key, push)

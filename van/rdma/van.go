@@ -85,7 +85,7 @@ func NewOn(stack verbs.Stack, o van.Options) van.Van {
 		fences: fences{lastControl: map[controlSource]uint32{}}}
 	v.node = &node{cfg: o.Config, log: o.Log, backend: o.Backend, local: localNode{incarnation: o.Incarnation, epoch: uint32(random.Uint64())}, times: defaultTimes, owner: v,
 		budget:  budgets{slots: newTable(min(o.Config.AddressPoolSize, maxIndex)), perPeer: int64(o.Config.RDMAPeerBudget), total: int64(o.Config.RDMABudget)},
-		buffers: map[bufferKey]backend.Mem{}, eventsEnded: make(chan struct{})}
+		buffers: recvBuffers{m: map[bufferKey]backend.Mem{}}, eventsEnded: make(chan struct{})}
 	v.liveness.van = v.node
 	v.secret.guard.Keys = o.Keys
 	if v.delivery.engine == nil {

@@ -220,7 +220,7 @@ const slotReplyLen = 48
 const (
 	replyRefused = 1 << iota // there is no slot
 	replyBudget              // with replyRefused: it exceeds the budget of one peer
-	replyBuffer              // there is no slot: the key's receive buffer has been announced
+	replyBuffer              // there is no slot: the key's receive buffer has been announced. index is as trailer.decoded
 )
 
 func (r *slotReply) put(b []byte) {
@@ -262,17 +262,18 @@ type trailer struct {
 	placed   bool // the value was written to the destination of the request
 	frames   int
 	lens     [van.MaxFrames]uint32 // of the frames in bytes
-	epoch    uint32                // of the connection whose slots are returned
+	epoch    uint32                // of the connection whose slots are returned, and whose messages were decoded
 	credits  [maxCredits]uint16
-	n        int  // number of credits
-	numbered bool // of a control message: lens[0] is its number, lens[1] the tag of its sender's peer object
-	inMeta   bool // the frames, or the placements and inline values of a batch, are between the meta and the trailer
-	metaLen  int  // of the meta, if inMeta
-	canceled bool // the request was canceled before it was sent: its value may have changed
+	n        int    // number of credits
+	numbered bool   // of a control message: lens[0] is its number, lens[1] the tag of its sender's peer object
+	inMeta   bool   // the frames, or the placements and inline values of a batch, are between the meta and the trailer
+	metaLen  int    // of the meta, if inMeta
+	decoded  uint32 // number of messages of that connection that the sender of the trailer has decoded; 0: it announces no buffers there
+	canceled bool   // the request was canceled before it was sent: its value may have changed
 }
 
 // maxCredits is the number of slots that a trailer, or a message of credits, can return.
-const maxCredits = 18
+const maxCredits = 16
 
 const trailerLen = 64
 
@@ -285,8 +286,12 @@ const (
 	trailerCanceled // set in place, after the trailer was encoded
 )
 
-// offMetaLen is the offset of the meta's length in a trailer.
-const offMetaLen = 60
+// Offsets in a trailer.
+const (
+	offCredits = 24
+	offDecoded = 56
+	offMetaLen = 60
+)
 
 // offFlags is the offset of the flags. Those in use fit into one byte.
 const offFlags = 4
@@ -319,8 +324,9 @@ func (t *trailer) put(b []byte) {
 	}
 	le.PutUint32(b[20:], t.epoch)
 	for i := range t.credits {
-		le.PutUint16(b[24+2*i:], t.credits[i])
+		le.PutUint16(b[offCredits+2*i:], t.credits[i])
 	}
+	le.PutUint32(b[offDecoded:], t.decoded)
 }
 
 func (t *trailer) get(b []byte) error {
@@ -344,9 +350,9 @@ func (t *trailer) get(b []byte) error {
 			return &van.FieldError{Field: "trailer frame length", Value: t.lens[i], Want: fmt.Sprintf("0 to %d", maxData)}
 		}
 	}
-	t.epoch = le.Uint32(b[20:])
+	t.epoch, t.decoded = le.Uint32(b[20:]), le.Uint32(b[offDecoded:])
 	for i := range t.credits {
-		t.credits[i] = le.Uint16(b[24+2*i:])
+		t.credits[i] = le.Uint16(b[offCredits+2*i:])
 	}
 	return nil
 }
