@@ -18,11 +18,13 @@ import (
 const (
 	// inlineValue is the length of the longest inline value. A longer one costs less as a write of its own than as a copy.
 	inlineValue = smallPayload - van.MaxFrames*frameAlign
-	// maxBatchBytes is the length of all values above which a batch is sent as the messages of ps-lite. The cost of a message does not
-	// matter then, and a slot for all values would need as much memory at once. batchShare is the share of this node's own
-	// STEPAF_RDMA_PEER_BUDGET, which the peer probably has, too, above which it is so.
-	maxBatchBytes = 256 << 20
-	batchShare    = 4
+	// A batch of more than maxBatchBytes, or more than 1/batchShare of this node's own STEPAF_RDMA_PEER_BUDGET, which the peer probably
+	// has, too, is sent as the messages of ps-lite. The cost of a message does not matter then, and a slot for all values would need as
+	// much memory at once.
+	maxBatchBytes = 64 << 20
+	batchShare    = 16
+	// maxDestinations is the largest number of pull tensors of a batch. They are all registered when it is sent.
+	maxDestinations = 1024
 )
 
 // outPart is a part of a batch to be sent.
@@ -43,20 +45,27 @@ func (p *peer) assembles(msg *van.Message) bool {
 		return false // a node of the C++ library, or it may be one
 	}
 	n := aligned(msg.EncodedLen()) + aligned(placementLen*len(msg.Parts)) + trailerLen
-	total, writes, most := 0, 1, maxBatchBytes
+	total, writes, destinations, most := 0, 1, 0, maxBatchBytes
 	if b := p.v.budget.perPeer; b > 0 {
 		most = min(most, int(b)/batchShare)
 	}
+	if p.link != nil && p.link.maxBatch > 0 {
+		most = min(most, p.link.maxBatch)
+	}
 	for i := range msg.Parts {
-		v := &msg.Parts[i].Vals
-		total += aligned(v.Len())
-		if isInline(v) {
-			n += aligned(v.Len())
-		} else {
+		x := &msg.Parts[i]
+		switch {
+		case isInline(&x.Vals):
+			n += aligned(x.Vals.Len())
+		default:
+			total += aligned(x.Vals.Len())
 			writes++
 		}
+		if msg.Request && !x.Push && x.Into.Len() > 0 {
+			destinations++
+		}
 	}
-	return n <= maxMeta && total <= most && writes <= p.v.cm.SendDepth/2
+	return n <= maxMeta && n+total <= most && writes <= p.v.cm.SendDepth/2 && destinations <= maxDestinations
 }
 
 func isInline(v *backend.Mem) bool { return v.Len() <= inlineValue && v.OnHost() }
@@ -83,6 +92,31 @@ func (o *outgoing) fillParts(msg *van.Message) {
 			v.mem.Retain() // recycle releases it
 		}
 	}
+}
+
+// message returns the message that o, a batch that was not sent, was made of.
+func (o *outgoing) message() (*van.Message, error) {
+	m := &van.Message{}
+	m.Reset()
+	if err := van.DecodeMeta(o.meta, &m.Meta); err != nil {
+		return nil, err
+	}
+	if _, err := m.ReadDirectory(); err != nil {
+		return nil, err
+	}
+	copies := o.copies
+	for i := range o.parts {
+		x, p := &o.parts[i], &m.Parts[i]
+		if p.Vals = x.mem; x.mem.Len() == 0 && x.len > 0 {
+			p.Vals, copies = backend.Bytes(copies[:x.len]), copies[x.len:]
+		}
+		if !m.Request {
+			p.Addr, p.Option = x.addr, int32(x.rkey)
+		} else if x.into.Len() > 0 {
+			p.Into, p.Addr = x.into, x.into.Addr()
+		}
+	}
+	return m, nil
 }
 
 // writes returns the number of work requests of o, a batch, on one queue pair. It returns 1 for another message: conn.SendQueue reserves

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -139,7 +140,11 @@ func TestBatch(t *testing.T) {
 		{name: "as many writes as the queue takes", lens: append(repeat(191, 2000), -10), there: 1},
 		{name: "more writes than the queue takes", lens: append(repeat(192, 2000), -10), there: 193},
 		{name: "shallow queue", lens: append(repeat(7, 2000), -10), options: func(c *env.Config) { c.RDMAStartDepth, c.RDMARxDepth = 8, 8 }, there: 1},
-		{name: "more than a share of the peer's memory", lens: []int{200 << 10, 200 << 10, -5}, options: func(c *env.Config) { c.RDMAPeerBudget = 1 << 20 }, there: 3},
+		{name: "a share of the peer's memory", lens: []int{30 << 10, 30 << 10, -5}, options: func(c *env.Config) { c.RDMAPeerBudget = 1 << 20 }, there: 1},
+		{name: "more than a share of the peer's memory", lens: []int{32 << 10, 32 << 10, -5}, options: func(c *env.Config) { c.RDMAPeerBudget = 1 << 20 }, there: 3},
+		{name: "more than a share with small values", lens: append(repeat(64, 1000), -5), options: func(c *env.Config) { c.RDMAPeerBudget = 1 << 20 }, there: 65},
+		{name: "as many pull tensors as a batch may have", lens: append([]int{5}, repeat(maxDestinations, -10)...), there: 1},
+		{name: "more pull tensors than a batch may have", lens: append([]int{5}, repeat(maxDestinations+1, -10)...), there: maxDestinations + 2},
 	} {
 		t.Run(s.name, func(t *testing.T) {
 			if s.long && testing.Short() {
@@ -225,6 +230,124 @@ func TestBatchBeforeTheConnection(t *testing.T) {
 		}
 		ts += max(len(m.Parts), 1)
 		m.Release()
+	}
+}
+
+// TestBatchRefused: a batch for which the peer has no memory is sent as the messages of ps-lite in its place, and later ones of its size are at once.
+func TestBatchRefused(t *testing.T) {
+	r := newRig(t)
+	w, s := r.node(9), r.node(8, func(c *env.Config) { c.RDMAPeerBudget = 1 << 20 })
+	r.link(w, s)
+	lens := []int{300 << 10, 100, 300 << 10, 300 << 10, 3000, 300 << 10, 300 << 10, -70000, -5}
+	counts := r.notifications(w)
+	for round := range 3 {
+		first := round * 100
+		before := batch(s, first, round, 200, 2000)
+		m := batch(s, first+10, round, lens...)
+		after := batch(s, first+30, round, 300)
+		in := s.incomingOf(9)
+		for _, q := range in.sends.QueuePairs {
+			r.net.HoldQP(q.Num()) // all are queued before the refusal
+		}
+		for _, x := range []*van.Message{before, m, after} {
+			x.Done = w
+			w.must(x)
+		}
+		r.net.Release()
+		for _, x := range []*van.Message{before, m, after} {
+			var got []van.Part
+			var release []func()
+			for len(got) < len(x.Parts) {
+				all, f := s.parts(1)
+				got = append(got, all...)
+				if x == m {
+					r.checkParts("the request", all, m.Parts[len(got)-len(all):][:len(all)], first+10+len(got)-len(all))
+					f() // the server has no memory for all at once
+					continue
+				}
+				release = append(release, f)
+			}
+			if x != m {
+				r.checkParts("the request", got, x.Parts, int(x.Timestamp))
+			}
+			if x == m {
+				for _, p := range got[7:] {
+					a := answerTo(9, 1000, []van.Part{p})
+					s.must(a)
+					back, f := w.parts(1)
+					if !back[0].Placed || !bytes.Equal(back[0].Vals.Host(), value(p.Len, 1000)) {
+						t.Error("the answer is not in the pull tensor")
+					}
+					f()
+				}
+			}
+			for _, f := range release {
+				f()
+			}
+		}
+		r.until("Done of all", func() bool { return int(w.dones.Load()) == 3*(round+1) })
+	}
+	if n := s.Stats().RefusedSlots; n != 1 {
+		t.Errorf("%d requests were refused, want 1", n)
+	}
+	if n := int(counts[0].Load()); n != 3*(2+len(lens)) {
+		t.Errorf("%d messages, want %d", n, 3*(2+len(lens)))
+	}
+	w.wantNoLoss()
+	p := (*w.tables.peers.Load())[8]
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.unsent != 0 {
+		t.Errorf("%d bytes are said to wait, want none", p.unsent)
+	}
+}
+
+// TestBatchRefusedCanceled: a batch that is canceled while the peer's refusal is on its way does not arrive, and later messages do.
+func TestBatchRefusedCanceled(t *testing.T) {
+	r := newRig(t)
+	w, s := r.node(9), r.node(8, func(c *env.Config) { c.RDMAPeerBudget = 1 << 20 })
+	r.link(w, s)
+	for _, q := range s.incomingOf(9).sends.QueuePairs {
+		r.net.HoldQP(q.Num())
+	}
+	m := batch(s, 0, 0, repeat(5, 300<<10)...)
+	m.Done = w
+	w.must(m)
+	next := batch(s, 10, 1, 200)
+	w.must(next)
+	w.Cancel(van.Requests{First: 0, Count: 5})
+	r.net.Release()
+	got, release := s.parts(1)
+	r.checkParts("the next batch", got, next.Parts, 10)
+	release()
+	r.until("Done", func() bool { return w.dones.Load() == 1 })
+	w.wantNoLoss()
+}
+
+// TestBatchUnregistered: a batch of which a pull tensor cannot be registered fails, and its other pull tensors are in use no more.
+func TestBatchUnregistered(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	w.must(batch(s, 0, 0, 10))
+	_, release := s.parts(1)
+	release()
+	r.net.Fail(func(op fakeverbs.Op) error {
+		if op.Kind == fakeverbs.OpRegister && op.Stack == w.stack && op.Size == 5003 {
+			return syscall.ENOMEM
+		}
+		return nil
+	})
+	w.must(batch(s, 10, 0, 10, -5001, -5002, -5003))
+	w.wantDown(s, "memory for the answer, 5003 bytes")
+	r.net.Fail(nil)
+	if n := w.Stats().LentValues; n != 0 {
+		t.Errorf("%d regions are in use", n)
+	}
+	p := (*w.tables.peers.Load())[8]
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if len(p.pulls) != 0 {
+		t.Errorf("%d pulls wait for answers", len(p.pulls))
 	}
 }
 
@@ -421,6 +544,7 @@ func TestHostileBatch(t *testing.T) {
 		{what: "too few placements", lens: []int{8, 8, 8}, places: []placement{{}, {}}, t: good},
 		{what: "an inline value too long", lens: []int{9}, places: []placement{{}}, extra: 8, t: good},
 		{what: "the second inline value too long", lens: []int{8, 8}, places: []placement{{}, {}}, extra: 71, t: good},
+		{what: "an inline value longer than any", lens: []int{inlineValue + 1}, places: []placement{{}}, extra: inlineValue + 1, t: good},
 		{what: "an inline value without bytes", lens: []int{8}, places: []placement{{}}, t: good},
 		{what: "a value longer than the slot", lens: []int{4097}, places: []placement{{where: valueInSlot}}, t: good},
 		{what: "values longer than the slot", lens: []int{100, 3969}, places: []placement{{where: valueInSlot}, {where: valueInSlot}}, t: good},

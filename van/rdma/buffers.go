@@ -146,18 +146,6 @@ func (in slotSet) copyToBuffer(key uint64, v *backend.Mem) bool {
 	return true
 }
 
-// noteDecoded counts the messages that need no copy to receive buffers any more. The feed is held.
-func (in slotSet) noteDecoded() {
-	if len(in.slots.buffers) == 0 {
-		return
-	}
-	n := in.order.messages
-	if len(in.order.incomplete) > 0 {
-		n = in.order.incomplete[0].number - 1
-	}
-	in.order.decoded.Store(n)
-}
-
 // announced returns the memory of n bytes that were pushed under key to the receive buffer at addr. The feed is held.
 func (in slotSet) announced(key uint64, n int, addr uint64) (backend.Mem, error) {
 	b, ok := in.slots.buffers[bufferAt{key, addr}]

@@ -39,6 +39,8 @@ func (d nativeIn) parts(rx *received, l *receiveSlot, t *trailer, behind []byte)
 		var err error
 		switch {
 		case !m.HasValue(i) || x.Len == 0:
+		case at.where == valueInMeta && x.Len > inlineValue:
+			err = &van.FieldError{Field: fmt.Sprintf("inline bytes of key %d", x.Key), Value: x.Len, Want: fmt.Sprintf("at most %d", inlineValue)}
 		case at.where == valueInMeta:
 			if x.Vals, err = inline.next(x); err == nil {
 				small = x.Vals.Host()

@@ -268,6 +268,18 @@ func (in *inbound) takeCredits(t *trailer, m *sentMessage) {
 	in.mu.Unlock()
 }
 
+// noteDecoded counts the messages that need no copy to receive buffers any more. The feed is held.
+func (in *inbound) noteDecoded() {
+	if len(in.slots.buffers) == 0 {
+		return
+	}
+	n := in.order.messages
+	if len(in.order.incomplete) > 0 {
+		n = in.order.incomplete[0].number - 1
+	}
+	in.order.decoded.Store(n)
+}
+
 // sendCredits sends all credits. in.mu is held.
 func (in *inbound) sendCredits() {
 	for len(in.owed.credits) > 0 {

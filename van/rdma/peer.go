@@ -80,6 +80,7 @@ type link struct {
 	epoch       uint32
 	probeDue    conn.DueItem
 	splits      uint64 // number of split messages so far
+	maxBatch    int    // bytes of the longest batch for which the peer may have memory; 0: it has refused none
 	seq         uint64 // number of numbered control messages so far
 	failed      chan error
 	uncertain   []*inbound // connections whose credits may have been lost with this link

@@ -1,6 +1,7 @@
 package rdma
 
 import (
+	"errors"
 	"fmt"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -19,7 +20,7 @@ func (p *peer) handleSlotReply(l *link, r *slotReply) bool {
 		return true
 	}
 	refused, why, ok := l.dialect.handleReply(p.sender, r)
-	if refused != nil {
+	if refused != nil && !(refused.isBatch() && errors.Is(why, van.ErrQueueFull) && requeue(p, refused) == nil) {
 		p.dropQueued(refused, why)
 	}
 	p.pump()

@@ -88,6 +88,12 @@ func (p *peer) stageMeta(r *conn.Record[sentMessage], o *outgoing, stage []byte,
 		}
 		rkey, err := p.registerDestination(l, x.into, x.pull)
 		if err != nil {
+			for _, x := range o.parts[:i] { // their answers will not come
+				if d, ok := p.pulls[x.pull]; ok {
+					delete(p.pulls, x.pull)
+					d.region.Release()
+				}
+			}
 			return nil, err
 		}
 		x.addr, x.rkey = x.into.Addr(), rkey

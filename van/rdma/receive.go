@@ -57,7 +57,7 @@ func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 	if c.Imm&immSlave != 0 {
 		in.order.splits++
 		d.releaseCompleted(in)
-		slotSet{in}.noteDecoded()
+		in.noteDecoded()
 		return
 	}
 	in.order.messages++
@@ -76,7 +76,7 @@ func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 	} else if rx != nil {
 		d.arrived(in, rx)
 	}
-	slotSet{in}.noteDecoded()
+	in.noteDecoded()
 	if l.OneShot {
 		v.budget.slots.End(l)
 	}
@@ -228,9 +228,6 @@ func (l *peerQueues) of(sender int, control bool) *peerQueue {
 	p, _ := l.m.LoadOrStore(key, x)
 	return p.(*peerQueue)
 }
-
-// usesControlQueue reports whether rx is ordered among control messages.
-func (rx *received) usesControlQueue() bool { return rx.msg.IsControl() || rx.msg.SimpleApp }
 
 // queueOf returns the queue of rx.
 func (d *device) queueOf(rx *received) *peerQueue {

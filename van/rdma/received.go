@@ -24,6 +24,9 @@ type received struct {
 	copies []byte // copies of keys and lengths, if there are several
 }
 
+// usesControlQueue reports whether rx is ordered among control messages.
+func (rx *received) usesControlQueue() bool { return rx.msg.IsControl() || rx.msg.SimpleApp }
+
 // maxKeptCopies is the capacity of copies that a pooled message keeps.
 const maxKeptCopies = 64 << 10
 

@@ -1,6 +1,7 @@
 package rdma
 
 import (
+	"cmp"
 	"fmt"
 	"time"
 
@@ -83,6 +84,54 @@ func (q *partQueue) SendPart(m *van.Message) error {
 	return err
 }
 
+// requeue queues the messages of ps-lite for the parts of o, a batch for which the peer has no memory, in its place. Batches of its
+// size are sent so from now on. p.mu is held.
+func requeue(p *peer, o *outgoing) error {
+	need := p.need(o)
+	p.link.maxBatch = (need.Data + need.Meta) / 2
+	m, err := o.message()
+	if err != nil {
+		return err
+	}
+	all := van.NewAllSent(o.done)
+	m.Done = all.Add()
+	parts := partList{peer: p}
+	if err := m.ExpandTo(&parts); err != nil || len(parts.items) < len(o.parts) {
+		for _, x := range parts.items {
+			p.recycle(x)
+		}
+		return cmp.Or(err, van.ErrInvalid)
+	}
+	for _, x := range parts.items {
+		x.canceled = o.canceled
+	}
+	p.sender.Replace(parts.items)
+	p.recycle(o)
+	if all != nil {
+		go all.Sent()
+	}
+	return nil
+}
+
+// partList collects the messages that stand for a batch.
+type partList struct {
+	*peer
+	items []*outgoing
+}
+
+// SendPart implements van.PartSender.
+func (l *partList) SendPart(m *van.Message) error {
+	o, done, err := outgoingFor(l.peer, m)
+	if err != nil {
+		return err
+	}
+	l.items = append(l.items, o)
+	if done != nil {
+		done.Sent()
+	}
+	return nil
+}
+
 // whyRefused returns the reason why p accepts no message like msg now, or nil. p.mu is held.
 func whyRefused(p *peer, msg *van.Message) error {
 	data := !msg.IsControl() && !msg.SimpleApp
@@ -106,11 +155,23 @@ func whyRefused(p *peer, msg *van.Message) error {
 
 // queue passes msg to the rendezvous. If its values have been copied, done is the message's Done. p.mu is held.
 func (p *peer) queue(msg *van.Message) (done van.Completion, err error) {
+	o, done, err := outgoingFor(p, msg)
+	if err != nil {
+		return nil, err
+	}
+	if err = p.sender.Submit(o); err != nil {
+		p.recycle(o)
+		return nil, fmt.Errorf("%w: %w", van.ErrInvalid, err)
+	}
+	return done, nil
+}
+
+// outgoingFor makes the outgoing message for msg. If its values have been copied, done is the message's Done. p.mu is held.
+func outgoingFor(p *peer, msg *van.Message) (o *outgoing, done van.Completion, err error) {
 	size := msg.PayloadLen()
 	if size > maxData {
-		return nil, fmt.Errorf("%w: %d bytes of payload, want at most %d", van.ErrInvalid, size, maxData)
+		return nil, nil, fmt.Errorf("%w: %d bytes of payload, want at most %d", van.ErrInvalid, size, maxData)
 	}
-	var o *outgoing
 	if n := len(p.free); n > 0 {
 		o, p.free = p.free[n-1], p.free[:n-1]
 	} else {
@@ -118,12 +179,12 @@ func (p *peer) queue(msg *van.Message) (done van.Completion, err error) {
 	}
 	if err := o.fill(msg, size); err != nil {
 		p.recycle(o)
-		return nil, err
+		return nil, nil, err
 	}
 	if p.link != nil {
 		if err := p.link.dialect.check(o); err != nil {
 			p.recycle(o)
-			return nil, err
+			return nil, nil, err
 		}
 	}
 	if o.control {
@@ -135,11 +196,7 @@ func (p *peer) queue(msg *van.Message) (done van.Completion, err error) {
 	if o.done == nil {
 		done = msg.Done
 	}
-	if err = p.sender.Submit(o); err != nil {
-		p.recycle(o)
-		return nil, fmt.Errorf("%w: %w", van.ErrInvalid, err)
-	}
-	return done, nil
+	return o, done, nil
 }
 
 // sendQueued starts the queued messages that can be sent now. The caller has queued msg, or the messages that stand for it. idle says that
