@@ -17,8 +17,9 @@ var (
 	errOverPeerBudget = errors.New("more than STEPAF_RDMA_PEER_BUDGET allows one peer")
 	// errTotalBudget: the shares of all peers together are used up. The request waits.
 	errTotalBudget = errors.New("the bytes registered for all peers are as many as STEPAF_RDMA_BUDGET allows")
-	// errStalled: the peer's messages wait for a slow handler, or the node table does not name its process. The request waits.
-	errStalled = errors.New("its messages wait for a slow handler, or the node table does not name its process")
+	// errStalled: the peer's messages wait for a slow handler, the node table does not name its process, or its earlier connection, on
+	// which values could still be written to receive buffers, is being closed. The request waits.
+	errStalled = errors.New("its messages wait for a slow handler, the node table does not name its process, or its earlier connection is being closed")
 )
 
 // cost returns the number of bytes that would be registered for the requested slot.

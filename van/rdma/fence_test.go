@@ -102,6 +102,32 @@ func (id *requestedID) Reject(private []byte) error {
 
 func (id *requestedID) Destroy() error { return nil }
 
+// TestReplacementWaitsForTheEnd: data of a new process waits until the queue pairs of the connection of the process before it are destroyed, since values
+// could be written to receive buffers there until then.
+func TestReplacementWaitsForTheEnd(t *testing.T) {
+	r := newRig(t)
+	s, old, next := r.node(8), r.node(9), r.node(9)
+	r.link(old, s)
+	in := s.incomingOf(9)
+	in.once.Do(func() { in.failed.Store(true) }) // and it is not destroyed yet
+	r.link(next, s)
+	next.must(push(s, 1, 1, value(3000, 1)))
+	latest := (*s.tables.peers.Load())[9].inbound.Load()
+	r.until("its slot request waits", func() bool {
+		latest.mu.Lock()
+		defer latest.mu.Unlock()
+		return len(latest.slots.waiting[1]) > 0
+	})
+	next.must(control(s, 2))
+	m := s.next()
+	if !m.IsControl() {
+		t.Error("data arrived while the earlier connection was open")
+	}
+	m.Release()
+	s.destroyInbound(in, nil, nil)
+	s.wantValue(1, value(3000, 1))
+}
+
 // Data of a process that is not in the node table yet waits until it is. Control messages arrive at once.
 func TestReplacementWaitsForTheTable(t *testing.T) {
 	r := newRig(t)

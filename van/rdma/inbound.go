@@ -3,6 +3,7 @@ package rdma
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -55,6 +56,14 @@ type processState struct {
 	unproved   atomic.Bool // the opener must prove that it knows the cluster's secret; see prove.go
 	upProof    upProof     // inputs of that proof
 	superseded atomic.Bool // the same process has opened a newer connection
+	earlier    []*inbound  // older connections under the same node id, until they are destroyed; the holder of the feed uses this
+	destroyed  atomic.Bool // the queue pairs are destroyed: the peer can write no more, and all its messages are decoded
+}
+
+// followsEnding reports whether an older connection under the same node id has failed and is not destroyed yet.
+func (s *processState) followsEnding() bool {
+	s.earlier = slices.DeleteFunc(s.earlier, func(x *inbound) bool { return x.process.destroyed.Load() })
+	return slices.ContainsFunc(s.earlier, func(x *inbound) bool { return x.failed.Load() })
 }
 
 // receiveState is the order of received messages. The holder of the feed uses it.
