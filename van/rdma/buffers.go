@@ -3,7 +3,6 @@ package rdma
 import (
 	"fmt"
 	"maps"
-	"sync"
 	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -21,21 +20,21 @@ type bufferKey struct {
 	key    uint64
 }
 
-// recvBuffers is the receive buffers of the application. Finding one takes no lock.
+// recvBuffers is the receive buffers of the application.
 type recvBuffers struct {
-	mu   sync.Mutex
-	m    map[bufferKey]backend.Mem
+	m    map[bufferKey]backend.Mem                 // node.mu guards it
 	seen atomic.Pointer[map[bufferKey]backend.Mem] // a copy of m; nil after m has changed
 }
 
-func (b *recvBuffers) all() map[bufferKey]backend.Mem {
-	if m := b.seen.Load(); m != nil {
+// recvBuffers returns the receive buffers. It takes a lock only after a change.
+func (v *node) recvBuffers() map[bufferKey]backend.Mem {
+	if m := v.buffers.seen.Load(); m != nil {
 		return *m
 	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	m := maps.Clone(b.m)
-	b.seen.Store(&m)
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	m := maps.Clone(v.buffers.m)
+	v.buffers.seen.Store(&m)
 	return m
 }
 
@@ -48,8 +47,8 @@ func (v *node) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error
 	if v.cfg.Resend {
 		return nil
 	}
-	v.buffers.mu.Lock()
-	defer v.buffers.mu.Unlock()
+	v.mu.Lock()
+	defer v.mu.Unlock()
 	v.buffers.m[bufferKey{sender, key}] = dst
 	v.buffers.seen.Store(nil)
 	return nil
@@ -104,7 +103,7 @@ func (in slotSet) announceBuffer(key uint64, n int) bool {
 // its earlier messages were decoded (peerBuffer), so no copy replaces a newer value. The feed is held.
 func (in slotSet) copyToBuffers(rx *received) {
 	m := &rx.msg
-	if !in.handshake.native || !m.Request || rx.usesControlQueue() || len(in.v.buffers.all()) == 0 {
+	if !in.handshake.native || !m.Request || rx.usesControlQueue() || len(in.v.recvBuffers()) == 0 {
 		return
 	}
 	left := false // a value is still in the slot
@@ -157,6 +156,6 @@ func (in slotSet) announced(key uint64, n int, addr uint64) (backend.Mem, error)
 
 // bufferOf returns the application's buffer for values of key.
 func (in slotSet) bufferOf(key uint64) (backend.Mem, bool) {
-	dst, ok := in.v.buffers.all()[bufferKey{in.handshake.node, key}]
+	dst, ok := in.v.recvBuffers()[bufferKey{in.handshake.node, key}]
 	return dst, ok
 }

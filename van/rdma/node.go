@@ -39,7 +39,7 @@ type node struct {
 
 	budget budgets
 
-	mu      sync.Mutex // guards changes of tables
+	mu      sync.Mutex // guards changes of tables, and buffers
 	buffers recvBuffers
 	closed  atomic.Bool
 	wg      sync.WaitGroup // goroutines that end by themselves
