@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/tests/fakeverbs"
 	"github.com/stepaf/stepaf-go/van"
@@ -174,6 +175,49 @@ func TestBufferAnnouncedBySlot(t *testing.T) {
 	if n := writes[0].Load(); n != 1 {
 		t.Errorf("%d values were written to the buffer, want 1", n)
 	}
+}
+
+// TestBufferAnnouncedWhileWaiting: a push that waits for a slot is sent when its buffer is announced, although the slot request is not answered.
+func TestBufferAnnouncedWhileWaiting(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9)
+	p := newRaw(r, rawAddr, van.Node{ID: 10})
+	to := &testNode{who: van.Node{ID: 10, Hostname: rawAddr.String(), Port: p.port}}
+	w.connect(to)
+	c := p.accept(2, func(q int) []byte { return p.privateData(true, 0, q, 2) })
+	w.wantUp(to)
+	const slot, at = 256 << 10, 512 << 10
+	mem := c.mem
+	w.must(push(to, 5, 1, nil))
+	var q slotRequest
+	p.check(q.get(c.receive(immSlotRequest)))
+	var reply [slotReplyLen]byte
+	(&slotReply{origin: q.origin, index: 1, meta: backend.Bytes(mem).Addr() + slot, metaKey: p.mr.RKey()}).put(reply[:])
+	c.send(immSlotReply, reply[:])
+	for wrote := false; !wrote; {
+		var out [1]verbs.Completion
+		n, err := p.dev.Poll(out[:], 0, time.Second)
+		p.check(err)
+		wrote = n == 1 && out[0].Type == verbs.RecvWrite
+	}
+	credit := trailer{epoch: (*w.tables.peers.Load())[10].currentLink().epoch, n: 1, decoded: 1}
+	credit.credits[0] = 1
+	var b [trailerLen]byte
+	credit.put(b[:])
+	c.send(immCredits, b[:])
+	m := push(to, 1, 2, value(70000, 1))
+	m.Done = w
+	w.must(m)
+	p.check(q.get(c.receive(immSlotRequest)))
+	var buffer [remoteBufferLen]byte
+	(&remoteBuffer{key: 1, addr: backend.Bytes(mem).Addr() + at, rkey: p.mr.RKey(), len: 70000}).put(buffer[:])
+	c.send(immBuffer, buffer[:])
+	r.until("Done", func() bool { return w.dones.Load() == 1 })
+	if !equal(mem[at:at+70000], value(70000, 1)) {
+		t.Error("the value is not in the buffer")
+	}
+	w.Disconnect(10)
+	p.end()
 }
 
 // TestBufferWithResend: with PS_RESEND no value reaches a receive buffer in the transport, since it may be that of a repeated message.

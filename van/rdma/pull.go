@@ -198,6 +198,7 @@ func (p *peer) handleSend(d *device, l *link, c *verbs.Completion) {
 			p.mu.Lock()
 			if p.link == l { // otherwise it may not be established yet, and has no dialect
 				l.dialect.noteBuffer(r)
+				p.sender.NeedsChanged()
 				p.pump()
 				p.flush()
 			}

@@ -249,6 +249,13 @@ func (m *model) grant(e event) {
 	}
 	if m.fitsBuffer(e.asker) && !m.told[e.asker.key] {
 		m.told[e.asker.key] = true
+		if m.rng.IntN(2) == 0 { // the buffer is announced by another message meanwhile
+			key := e.asker.key
+			m.answers = append(m.answers, func() {
+				m.keys[key] = true
+				m.s.NeedsChanged()
+			})
+		}
 		reply(func() {
 			if m.keys[e.asker.key] = true; !m.s.NotNeeded(origin) {
 				m.t.Fatalf("slot request %d is not open", origin)

@@ -261,9 +261,6 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 	if a.route != nil {
 		a.route.requests--
 		s.removeIfEmpty(a.route)
-		if s.reconsider(a.route, false) {
-			return item, need, false
-		}
 		if a.route.serves(a.need) { // a busy slot is better than none
 			a.route.cooldown = refusedCooldown
 			return item, need, false
@@ -275,9 +272,7 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 			return s.removeRefused(l, i, a), a.need, true
 		}
 	}
-	if a.route != nil {
-		s.reconsider(a.route, true)
-	}
+	s.NeedsChanged()
 	return item, need, false
 }
 
@@ -328,24 +323,18 @@ func (s *Sender[T]) NotNeeded(origin uint64) bool {
 	delete(s.requests, origin)
 	a.route.requests--
 	s.removeIfEmpty(a.route)
-	s.reconsider(a.route, false)
-	s.queues[1].changed = true
+	s.NeedsChanged()
 	return true
 }
 
-// reconsider considers the messages that wait for a slot of r, and need one of another route now, for slot requests again. It reports
-// whether there are any. With all, it does so for all messages that wait for a slot of r.
-func (s *Sender[T]) reconsider(r *route, all bool) (any bool) {
+// NeedsChanged considers all queued messages for slot requests again: their needs have changed, or what they counted on.
+func (s *Sender[T]) NeedsChanged() {
 	l := &s.queues[1]
 	for i := range l.q.len() {
-		if w := l.q.at(i); w.route == r && (all || s.need(w.item).Route != r.Route) {
-			w.requested, w.considered, any = false, false, true
-		}
+		w := l.q.at(i)
+		w.requested, w.considered = false, false
 	}
-	if any {
-		l.changed, l.scanned = true, l.head
-	}
-	return any
+	l.changed, l.scanned = true, l.head
 }
 
 // Credit reports that the slot with this index is free again. It returns false if
