@@ -54,10 +54,9 @@ func (p *peer) assembles(msg *van.Message) bool {
 	}
 	for i := range msg.Parts {
 		x := &msg.Parts[i]
-		switch {
-		case isInline(&x.Vals):
+		if isInline(&x.Vals) {
 			n += aligned(x.Vals.Len())
-		default:
+		} else {
 			total += aligned(x.Vals.Len())
 			writes++
 		}

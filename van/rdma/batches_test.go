@@ -243,7 +243,10 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 				lens := randomLens(ts)
 				check := func(when string) {
 					for i := range m.Parts {
-						if p := &m.Parts[i]; p.Push && !bytes.Equal(p.Vals.Host(), value(lens[i], ts+i)) {
+						if p := &m.Parts[i]; p.Push && !equal(p.Vals.Host(), value(lens[i], ts+i)) {
+							if p.Key == 9 && p.Placed && newest.Load() != int64(ts) {
+								continue // a later push has overwritten the buffer
+							}
 							fault("part %d of batch %d has %d bytes, or wrong ones, want %d, %s", i, ts, p.Vals.Len(), lens[i], when)
 						}
 					}
@@ -373,6 +376,11 @@ func runRandom(r *rig, w, s *testNode, rounds int, rng *rand.Rand, fails, revoki
 			case 4, 5:
 				lens := randomLens(ts)
 				m, parts, size = batch(s, ts, ts, lens...), len(lens), 0
+				if m.Parts[0].Push && rng.IntN(4) == 0 {
+					m.Parts[0].Key = 9
+					m.WriteDirectory()
+					newest.Store(int64(ts))
+				}
 				for _, n := range lens {
 					size -= min(n, 0)
 				}
