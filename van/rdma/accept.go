@@ -122,11 +122,6 @@ func (v acceptor) inboundFor(h handshake, ev *verbs.Event, req []byte, proves bo
 	if h.native && v.fences.isReplacedLocked(h.incarnation) {
 		return nil, van.ErrReplaced
 	}
-	for _, x := range v.accepted.inbounds {
-		if h.native && h.node != van.Empty && x.handshake.node == h.node {
-			in.process.earlier = append(in.process.earlier, x)
-		}
-	}
 	if proves {
 		v.awaitProofLocked(in, req)
 	} else {
@@ -188,7 +183,6 @@ func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 		_ = id.Destroy()
 		v.cm.Release(in.device.dev)
 	}
-	in.process.destroyed.Store(true)
 	v.removeConn(in.serial)
 	v.mu.Lock()
 	if v.accepted.inbounds[in.key] == in {

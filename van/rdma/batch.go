@@ -103,7 +103,7 @@ func (o *outgoing) message() (*van.Message, error) {
 	if _, err := m.ReadDirectory(); err != nil {
 		return nil, err
 	}
-	copies := o.copies
+	copies := slices.Clone(o.copies) // o may be used again before the message is sent
 	for i := range o.parts {
 		x, p := &o.parts[i], &m.Parts[i]
 		if p.Vals = x.mem; x.mem.Len() == 0 && x.len > 0 {

@@ -302,6 +302,35 @@ func TestBatchRefused(t *testing.T) {
 	}
 }
 
+// TestBatchRefusedWithCopies: the values that a refused batch has copied are sent, not those of later batches that use its memory again.
+func TestBatchRefusedWithCopies(t *testing.T) {
+	r := newRig(t)
+	w, s := r.node(9), r.node(8, func(c *env.Config) { c.RDMAPeerBudget = 1 << 20 })
+	r.link(w, s)
+	m := batch(s, 10, 0, append(repeat(5, 300<<10), 1340)...)
+	w.must(m)
+	p := (*w.tables.peers.Load())[8]
+	r.until("it is queued as single messages", func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return p.link.maxBatch > 0
+	})
+	sent := []*van.Message{m}
+	for i := range 8 {
+		x := batch(s, 100+10*i, 50+i, 1300)
+		w.must(x)
+		sent = append(sent, x)
+	}
+	for _, x := range sent {
+		for k := 0; k < len(x.Parts); {
+			got, release := s.parts(1)
+			r.checkParts("the request", got, x.Parts[k:][:len(got)], int(x.Timestamp)+k)
+			release() // the server has no memory for all at once
+			k += len(got)
+		}
+	}
+}
+
 // TestBatchRefusedCanceled: a batch that is canceled while the peer's refusal is on its way does not arrive, and later messages do.
 func TestBatchRefusedCanceled(t *testing.T) {
 	r := newRig(t)

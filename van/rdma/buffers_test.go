@@ -90,7 +90,9 @@ func TestBatchToABuffer(t *testing.T) {
 	round(1, [4]bool{true}, 70000, 70000, 70000, 70000)
 	w.usable(s, 0, 2)
 	round(2, [4]bool{true, false, true}, 5000, 70000, 70000, 70000)
+	w.usable(s, 0, 2)
 	round(3, [4]bool{false, false, true}, 70001, 50, 60000, 70000)
+	w.usable(s, 0, 2)
 	round(4, [4]bool{false, false, true}, 200, 100, 60000, 70000)
 	w.usable(s, 0, 2)
 	round(5, [4]bool{true, false, true}, 2000, 101, 60000, 70000)
@@ -376,5 +378,57 @@ func TestNewestPush(t *testing.T) {
 			}
 			w.usable(s, 0) // again
 		})
+	}
+}
+
+// TestSplitPushes: the parts of a value that is split over queue pairs do not replace those of a newer value of another length.
+func TestSplitPushes(t *testing.T) {
+	for _, sizes := range [][2]int{{64 << 10, 40 << 10}, {64 << 10, 64 << 10}} {
+		r := newRig(t)
+		w, s := r.pair(func(c *env.Config) { c.SplitQPLag = true })
+		buffer := make([]byte, sizes[0])
+		if err := s.RegisterRecvBuffer(9, 0, backend.Bytes(buffer)); err != nil {
+			t.Fatal(err)
+		}
+		w.must(push(s, 0, 1, value(sizes[0], 1)))
+		s.next().Release()
+		s.device0().exclusive(func() { // slots for metas
+			for range 3 {
+				w.must(push(s, 7, 1, value(500, 1)))
+			}
+		})
+		for range 3 {
+			s.next().Release()
+		}
+		s.returned(w)
+		w.usable(s, 0)
+		p := (*w.tables.peers.Load())[8]
+		p.mu.Lock()
+		slow := p.link.queue.QueuePairs[0].Num()
+		p.mu.Unlock()
+		r.net.HoldQP(slow)
+		var second atomic.Int64 // writes of second parts
+		r.net.FailWR(func(wr fakeverbs.WR) verbs.Status {
+			if d := wr.RemoteAddr - backend.Bytes(buffer).Addr(); wr.Stack == w.stack && d > 0 && d < uint64(len(buffer)) {
+				second.Add(1)
+			}
+			return verbs.StatusOK
+		})
+		for i, n := range sizes {
+			w.must(push(s, 0, 2+i, value(n, 2+i)))
+		}
+		r.until("both second parts are written, or the newer value waits", func() bool {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			return second.Load() == 2 || second.Load() == 1 && p.sender.Waiting() == 1
+		})
+		r.net.Release()
+		for range sizes {
+			m := s.next()
+			defer m.Release()
+		}
+		if want := value(sizes[1], 3); !bytes.Equal(buffer[:sizes[1]], want) {
+			t.Errorf("%d bytes after %d: the buffer does not have the last push", sizes[1], sizes[0])
+		}
 	}
 }

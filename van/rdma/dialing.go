@@ -75,7 +75,7 @@ func (d *dialing) run(ctx context.Context) error {
 		}
 	}
 	if l.native {
-		l.dialect = &nativeOut{buffers: map[uint64]*peerBuffer{}}
+		l.dialect = &nativeOut{buffers: map[uint64]*peerBuffer{}, split: len(d.qps) > 1}
 	} else {
 		l.dialect = &stepmeshOut{keySizes: map[uint64]int{}}
 	}

@@ -3,7 +3,6 @@ package rdma
 import (
 	"fmt"
 	"net/netip"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -56,14 +55,20 @@ type processState struct {
 	unproved   atomic.Bool // the opener must prove that it knows the cluster's secret; see prove.go
 	upProof    upProof     // inputs of that proof
 	superseded atomic.Bool // the same process has opened a newer connection
-	earlier    []*inbound  // older connections under the same node id, until they are destroyed; the holder of the feed uses this
-	destroyed  atomic.Bool // the queue pairs are destroyed: the peer can write no more, and all its messages are decoded
 }
 
-// followsEnding reports whether an older connection under the same node id has failed and is not destroyed yet.
-func (s *processState) followsEnding() bool {
-	s.earlier = slices.DeleteFunc(s.earlier, func(x *inbound) bool { return x.process.destroyed.Load() })
-	return slices.ContainsFunc(s.earlier, func(x *inbound) bool { return x.failed.Load() })
+// besidesEnding reports whether another connection under the same node id has failed, and its queue pairs are not destroyed yet: until then
+// its peer can write, and messages of it may not be decoded.
+func (in *inbound) besidesEnding() bool {
+	if !in.handshake.native || in.handshake.node == van.Empty {
+		return false
+	}
+	for _, c := range *in.v.tables.conns.Load() {
+		if x := c.in; x != nil && x != in && x.failed.Load() && x.handshake.native && x.handshake.node == in.handshake.node && !x.process.unproved.Load() {
+			return true
+		}
+	}
+	return false
 }
 
 // receiveState is the order of received messages. The holder of the feed uses it.

@@ -19,6 +19,7 @@ type nativeOut struct {
 	buffers map[uint64]*peerBuffer // receive buffers that the peer has announced, by key
 	sent    uint32                 // number of messages so far
 	decoded uint32                 // number of those that the peer has decoded
+	split   bool                   // values of minSplit bytes are split over several queue pairs
 }
 
 // peerBuffer is a receive buffer of the peer. The peer copies values of its key that arrive elsewhere to the buffer when it decodes
@@ -27,6 +28,13 @@ type nativeOut struct {
 type peerBuffer struct {
 	remoteBuffer
 	after uint32 // the last message that may have a value of the key elsewhere
+	last  placed // the value that was last written to the buffer
+}
+
+// placed is a value that was written to a receive buffer: the length and the number of its message.
+type placed struct {
+	len    int
+	number uint32
 }
 
 // maxBuffers limits the receive buffers that a peer may announce.
@@ -82,7 +90,7 @@ func (d *nativeOut) handleReply(snd *rendezvous.Sender[*outgoing], r *slotReply)
 
 func (d *nativeOut) noteBuffer(b remoteBuffer) {
 	if _, known := d.buffers[b.key]; known || len(d.buffers) < maxBuffers {
-		d.buffers[b.key] = &peerBuffer{b, d.sent}
+		d.buffers[b.key] = &peerBuffer{remoteBuffer: b, after: d.sent}
 	}
 }
 
@@ -90,6 +98,10 @@ func (d *nativeOut) noteBuffer(b remoteBuffer) {
 func (d *nativeOut) bufferFor(key uint64, n int) *peerBuffer {
 	b := d.buffers[key]
 	if b == nil || b.len < n || int32(d.decoded-b.after) < 0 {
+		return nil
+	}
+	if d.split && b.last.len != n && max(b.last.len, n) >= minSplit && int32(d.decoded-b.last.number) < 0 {
+		// The parts of the two values have different bounds, and queue pairs are not ordered.
 		return nil
 	}
 	return b
@@ -102,17 +114,21 @@ func (d *nativeOut) noteSent(o *outgoing) {
 	if len(d.buffers) == 0 || !o.request {
 		return
 	}
-	note := func(key uint64) {
-		if b := d.buffers[key]; b != nil {
+	note := func(key uint64, n int, inBuffer bool) {
+		switch b := d.buffers[key]; {
+		case b == nil:
+		case inBuffer:
+			b.last = placed{n, d.sent}
+		default:
 			b.after = d.sent
 		}
 	}
-	if o.push && !o.direct && o.frames > 0 {
-		note(o.key)
+	if o.push && o.frames > 0 {
+		note(o.key, int(o.lens[1]), o.direct)
 	}
 	for i := range o.parts {
-		if x := &o.parts[i]; x.len > 0 && !x.placed {
-			note(x.key)
+		if x := &o.parts[i]; x.len > 0 {
+			note(x.key, x.len, x.placed)
 		}
 	}
 }

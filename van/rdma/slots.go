@@ -96,7 +96,7 @@ func (in slotSet) grant(q *pendingRequest) error {
 		in.dialect.refuse(s.origin, 0, err)
 		return nil
 	}
-	if !need.OneShot && (in.stalled.Load() || in.process.unlisted.Load() || in.process.followsEnding()) {
+	if !need.OneShot && (in.stalled.Load() || in.process.unlisted.Load() || in.besidesEnding()) {
 		return errStalled
 	}
 	if in.dialect.announces(s) {

@@ -478,6 +478,7 @@ func (s *Sender[T]) Tick() {
 		return
 	}
 	s.extra = !s.expects(r, need)
+	l.changed = l.changed || !s.extra // its need may have changed since Next considered it
 }
 
 // fifo is a queue in a ring.
