@@ -147,7 +147,8 @@
 	"    sets the limit of all later rounds of graphs; after the limit the stream continues.\n" \
 	"\n" \
 	"Raises TimeoutError (the round is canceled, late answers are dropped), ConnectionError,\n" \
-	"KeyboardInterrupt (call it again) as wait() of the module does, Error (not started, stopped), ValueError (another thread waits; the round\n" \
+	"KeyboardInterrupt (call it again) as wait() of the module does, Error (not started,\n" \
+	"stopped), ValueError (another thread waits; the round\n" \
 	"ended more than 4096 requests ago without a wait)."
 #define DOC_EXCHANGE_POLL \
 	"poll($self, /)\n--\n\n" \
