@@ -2,14 +2,17 @@
 """vLLM with afd-plugin: the connector of this library beside the plugin's own.
 
 A small DeepSeek-V2 of random weights decodes the same prompts, greedily: whole in one process, with its attention and FFN
-ranks over the plugin's NCCL connector, and over StepMeshAFDConnector. All must give the same tokens. The table has the time for
-each output token. --replace kills an FFN rank in the middle of an answer, and starts another.
+ranks over the plugin's NCCL connector, and over StepMeshAFDConnector, in CUDA streams and by messages. All must give the same
+tokens. All engines of a shape are started together and decode in turns, one at a time: a machine that is slower for a while
+slows all of them. The table has the time for each output token, and its ratio to that of the NCCL connector in the same round.
+--replace kills an FFN rank in the middle of an answer, and starts another.
 
 It needs vLLM 0.26, afd-plugin, this library's Python module, and GPUs. Where one is missing the status is 77, and the
 output says what.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -26,8 +29,9 @@ import time
 PROGRAM = os.path.abspath(__file__)
 MISSING = 77
 VLLM = "0.26."
-NAMES = {"whole": None, "nccl": "P2pNcclAFDConnector", "stepaf": "StepMeshAFDConnector"}
-HALF, DONE = "engines: half", "engines: done"  # lines of an attention rank that the parent waits for
+NAMES = {"whole": None, "nccl": "P2pNcclAFDConnector", "streams": "StepMeshAFDConnector", "messages": "StepMeshAFDConnector"}
+REFERENCE = "nccl"  # ratios are to this engine
+READY, HALF, TURN, DONE = "engines: ready", "engines: half", "engines: turn", "engines: done"  # lines of an attention rank that the parent waits for
 LAYERS, HIDDEN, EXPERTS, HEADS, VOCABULARY = 8, 2048, 16, 16, 4096
 PROMPT = 24  # tokens
 LONGEST = 1024
@@ -177,7 +181,8 @@ def ffn(spec):
 
 
 def attention(spec):
-    """An attention rank: decodes the prompts, and writes tokens and times as JSON."""
+    """An attention rank: decodes as many prompts as each line of its input says, and at its end writes tokens and times as
+    JSON. For the line "replace" the parent replaces an FFN rank meanwhile."""
     from vllm import LLM, SamplingParams
 
     begin = time.monotonic()
@@ -218,11 +223,13 @@ def attention(spec):
 
     for batch in spec["batches"]:
         decode(prompts(batch, spec["rank"]), 8)  # kernels are compiled at their first use
-    for _ in range(spec["repeat"]):
-        for batch in spec["batches"]:
-            run(batch)
-    if spec["replace"]:
-        replaced(spec, result, run)
+    print(READY, flush=True)
+    for line in sys.stdin:
+        if line.strip() == "replace":
+            replaced(spec, result, run)
+        else:
+            run(int(line))
+        print(TURN, flush=True)
     with open(spec["result"], "w") as f:
         json.dump(result, f)
     print(DONE, flush=True)
@@ -262,17 +269,27 @@ class Engine:
         self.options, self.name, self.folder = options, name, folder
         self.attention, self.ffn = shape if NAMES[name] else (1, 0)
         self.port, self.groups = port(4), {"attention": port(), "ffn": port()}
-        self.children = []
+        self.children, self.attentions = [], []
+        self.turns, self.end = 0, 0
         os.makedirs(folder, exist_ok=True)
 
-    def start(self, role, rank, again=""):
+    def start(self):
+        for i in range(self.ffn):
+            self.spawn("ffn", i)
+        self.attentions = [self.spawn("attention", i) for i in range(self.attention)]
+        self.end = time.monotonic() + self.options.limit
+
+    def spawn(self, role, rank, again=""):
         o = self.options
-        extra = dict({"replace_ms": o.limit * 1000} if o.replace else {}, **json.loads(o.extra))
+        extra = {}
+        if NAMES[self.name] == NAMES["streams"]:
+            extra = dict({"streams": self.name == "streams"}, **{"replace_ms": o.limit * 1000} if o.replace and self.name == "messages" else {})
+            extra.update(json.loads(o.extra))
         place = rank if role == "attention" else self.attention + rank
         spec = dict(
             role=role, rank=rank, attention=self.attention, ffn=self.ffn, connector=NAMES[self.name], port=self.port, model=o.model,
-            extra=extra if self.name == "stepaf" else {}, most=max(o.batches + [8]), asynchronous=not o.replace, batches=o.batches,
-            tokens=o.tokens, repeat=o.repeat, replace=bool(o.replace and NAMES[self.name]), limit=o.limit, result=os.path.join(self.folder, "%s%d.json" % (role, rank)))
+            extra=extra, most=max(o.batches + [8]), asynchronous=not o.replace, batches=o.batches,
+            tokens=o.tokens, limit=o.limit, result=os.path.join(self.folder, "%s%d.json" % (role, rank)))
         env = dict(os.environ, VLLM_USE_V2_MODEL_RUNNER="0", VLLM_PLUGINS="afd,stepaf" if NAMES[self.name] else "", VLLM_ENABLE_V1_MULTIPROCESSING="0",
                    VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=str(o.gpus[place % len(o.gpus)]))
         if importlib.util.find_spec("flashinfer") is None:
@@ -283,52 +300,75 @@ class Engine:
         log = os.path.join(self.folder, "%s%d%s.log" % (role, rank, again))
         with open(log, "w") as f:
             process = subprocess.Popen([sys.executable, PROGRAM, "--child", json.dumps(spec)], env=env, stdout=f, stderr=subprocess.STDOUT,
-                                       stdin=subprocess.DEVNULL, start_new_session=True)
+                                       stdin=subprocess.PIPE if role == "attention" else subprocess.DEVNULL, text=True, start_new_session=True)
         process.log, process.name, process.result = log, "%s %d" % (role, rank), spec["result"]
         self.children.append(process)
         return process
 
-    def run(self, end):
-        """Returns the results of the attention ranks. Raises Failed."""
-        if not NAMES[self.name]:
-            attentions = [self.start("attention", 0)]
-        else:
-            for i in range(self.ffn):
-                self.start("ffn", i)
-            attentions = [self.start("attention", i) for i in range(self.attention)]
-        if self.options.replace and NAMES[self.name]:
-            self.replace(end)
-        while not all(DONE in lines(a.log) for a in attentions):
-            self.check(end)
-            time.sleep(0.1)
-        results = []
-        for a in attentions:
-            with open(a.result) as f:
-                results.append(json.load(f))
-        return results
+    def ready(self):
+        """Waits until the attention ranks have started. Raises Failed, as all that follow."""
+        self.wait(READY, 1)
 
-    def check(self, end):
-        for c in self.children:
-            if c.poll() is not None and DONE not in lines(c.log):
-                raise Failed("%s ended with status %d: %s" % (c.name, c.returncode, last(c.log)))
-        if time.monotonic() > end:
-            raise Failed("the limit of %d s is over (--limit); %s" % (self.options.limit, "; ".join("%s: %s" % (c.name, last(c.log)) for c in self.children)))
+    def turn(self, batch):
+        """Decodes that many prompts on each attention rank."""
+        self.ask(batch)
+        self.wait(TURN, self.turns)
 
-    def replace(self, end):
-        """Kills FFN rank 0 when the attention side is in the middle of an answer, and starts it again."""
+    def replace(self):
+        """Kills FFN rank 0 when an attention rank is in the middle of an answer, and starts it again."""
+        self.ask("replace")
         while not any(HALF in lines(c.log) for c in self.children):
-            self.check(end)
+            self.check()
             time.sleep(0.02)
         victim = next(c for c in self.children if c.name == "ffn 0")
         os.killpg(victim.pid, signal.SIGKILL)
         victim.wait()
         self.children.remove(victim)
-        self.start("ffn", 0, "-again")
+        self.spawn("ffn", 0, "-again")
+        self.wait(TURN, self.turns)
+
+    def results(self):
+        """Ends the attention ranks, and returns their results."""
+        self.close()
+        self.wait(DONE, 1)
+        results = []
+        for a in self.attentions:
+            with open(a.result) as f:
+                results.append(json.load(f))
+        return results
+
+    def ask(self, text):
+        self.turns, self.end = self.turns + 1, time.monotonic() + self.options.limit
+        for a in self.attentions:
+            with contextlib.suppress(BrokenPipeError):  # it has ended: check says so
+                a.stdin.write("%s\n" % text)
+                a.stdin.flush()
+
+    def close(self):
+        """Ends the input of the attention ranks."""
+        self.end = time.monotonic() + self.options.limit
+        for a in self.attentions:
+            with contextlib.suppress(BrokenPipeError):
+                a.stdin.close()
+
+    def wait(self, line, count):
+        """Waits until each attention rank has printed the line that many times."""
+        while not all(lines(a.log).count(line) >= count for a in self.attentions):
+            self.check()
+            time.sleep(0.05)
+
+    def check(self):
+        for c in self.children:
+            if c.poll() is not None and DONE not in lines(c.log):
+                raise Failed("%s ended with status %d: %s" % (c.name, c.returncode, last(c.log)))
+        if time.monotonic() > self.end:
+            raise Failed("the limit of %d s is over (--limit); %s" % (self.options.limit, "; ".join("%s: %s" % (c.name, last(c.log)) for c in self.children)))
 
     def stop(self):
-        """Ends all processes: the attention ranks end by themselves, the FFN ranks get SIGTERM a second later. After
-        STOP seconds all get SIGKILL. Returns the names of those that did not end before."""
+        """Ends all processes: the attention ranks when they have no more input, the FFN ranks by a SIGTERM a second later.
+        After STOP seconds all get SIGKILL. Returns the names of those that did not end before."""
         end, hanging = time.monotonic() + STOP, []
+        self.close()
         for c in sorted(self.children, key=lambda c: c.name):
             if c.name.startswith("ffn") and c.poll() is None:
                 time.sleep(1)
@@ -377,61 +417,99 @@ def port(count=1):
             continue
 
 
-def times(results, batch):
-    """The times of the decode steps of that batch, in milliseconds, of rank 0."""
-    return [1000 * t for run in results[0]["runs"] if run["batch"] == batch for t in run["steps"][2:]]
+def steps(results, batch):
+    """The times of the decode steps of that batch, in milliseconds, of rank 0: a list for each round."""
+    return [[1000 * t for t in run["steps"][2:]] for run in results[0]["runs"] if run["batch"] == batch]
 
 
 def answers(results):
     return [[r["tokens"] for r in result["runs"]] for result in results]
 
 
+def measure(options, shape, entries):
+    """Runs the engines of a shape, in turns. Returns the results of those that did not fail, by name."""
+    running, results = {}, {}
+
+    def attempt(names, call):
+        """Calls a method of these engines, one after the other. An engine that fails leaves."""
+        for name in names:
+            try:
+                call(running[name])
+            except Failed as e:
+                refused = name == "nccl" and any(r in "\n".join(lines(c.log)) for c in running[name].children for r in REFUSALS)
+                entries[name]["refused" if refused else "failed"] = str(e)
+                stop(name)
+
+    def stop(name):
+        hanging = running.pop(name).stop()
+        if hanging:
+            entries[name]["hanging"] = hanging
+
+    try:
+        for name in options.engines:
+            running[name] = Engine(options, name, shape, os.path.join(options.out, "%dA%dF-%s" % (*shape, name)))
+            running[name].start()
+        attempt(list(running), Engine.ready)
+        for i in range(options.repeat):
+            for batch in options.batches:
+                names = list(running)
+                first = i % max(len(names), 1)
+                attempt(names[first:] + names[:first], lambda engine: engine.turn(batch))
+        if options.replace:
+            attempt([name for name in running if NAMES[name]], Engine.replace)
+        attempt(list(running), lambda engine: results.update({engine.name: engine.results()}))
+    finally:
+        for name in list(running):
+            stop(name)
+    return results
+
+
 def compare(options):
-    """Runs all engines, prints the table, and returns the exit status."""
+    """Runs all engines, prints the tables, and returns the exit status."""
     status, report = 0, []
     print("model: DeepSeek-V2, %d layers, hidden size %d, %d experts, random weights; %s new tokens, greedy, eager" % (options.layers, HIDDEN, EXPERTS, options.tokens))
-    print("%-6s %-7s %6s %12s %12s %12s  %s" % ("shape", "engine", "rows", "median ms", "p99 ms", "tokens/s", "tokens"))
+    print("over %s: ratio of the medians of a round: median, least and greatest of the rounds" % REFERENCE)
+    form = "%-6s %-8s %6s %10s %10s %9s %-20s %s"
+    print(form % ("shape", "engine", "rows", "median ms", "p99 ms", "tokens/s", "over " + REFERENCE, "tokens"))
     for shape in options.shapes:
-        reference = {}
-        for name in options.engines:
-            text = "%dA%dF" % tuple(shape)
-            engine = Engine(options, name, shape, os.path.join(options.out, "%s-%s" % (text, name)))
-            entry = dict(shape=text, engine=name)
-            report.append(entry)
-            begin = time.monotonic()
-            try:
-                results = engine.run(begin + options.limit)
-            except Failed as e:
-                refused = name == "nccl" and any(r in "\n".join(lines(c.log)) for c in engine.children for r in REFUSALS)
-                status = status if refused else 1
-                entry["refused" if refused else "failed"] = str(e)
-                print("%-6s %-7s %s: %s" % (text, name, "refused" if refused else "failed", e), flush=True)
+        text = "%dA%dF" % tuple(shape)
+        entries = {name: dict(shape=text, engine=name) for name in options.engines}
+        report.extend(entries.values())
+        results = measure(options, shape, entries)
+        first = None
+        for name, entry in entries.items():
+            for word in ("refused", "failed"):
+                if word in entry:
+                    status = status if word == "refused" else 1
+                    print("%-6s %-8s %s: %s" % (text, name, word, entry[word]), flush=True)
+            if entry.get("hanging"):
+                print("%-6s %-8s did not end within %d s of the last answer: %s" % (text, name, STOP, ", ".join(entry["hanging"])), flush=True)
+            if name not in results:
                 continue
-            finally:
-                entry["hanging"], entry["seconds"] = engine.stop(), time.monotonic() - begin
-            got = answers(results)
             # The whole model decodes what one attention rank decodes.
-            same = "first"
-            for other, tokens in reference.items():
-                equal = got[:len(tokens)] == tokens[:len(got)]
-                same = ("same as " if equal else "not those of ") + other
+            got, same = answers(results[name]), "first"
+            if first is not None:
+                other = answers(results[first])
+                equal = got[:len(other)] == other[:len(got)]
+                same = ("same as " if equal else "not those of ") + first
                 status = status if equal else 1
-                if not equal:
-                    break
-            reference[name] = got
-            entry.update(same=same, start=results[0]["start"], rows=[])
+            first = first or name
+            entry.update(same=same, start=results[name][0]["start"], rows=[])
             for batch in options.batches:
-                t = sorted(times(results, batch))
+                rounds = steps(results[name], batch)
+                t = sorted(t for one in rounds for t in one)
                 row = dict(rows=batch, median=statistics.median(t), p99=t[min(len(t) - 1, int(len(t) * 0.99))], mean=statistics.mean(t))
+                ratio = ""
+                if REFERENCE in results and name != REFERENCE:
+                    row["ratios"] = sorted(statistics.median(a) / statistics.median(b) for a, b in zip(rounds, steps(results[REFERENCE], batch)))
+                    ratio = "%.2f, %.2f to %.2f" % (statistics.median(row["ratios"]), row["ratios"][0], row["ratios"][-1])
                 entry["rows"].append(row)
-                print("%-6s %-7s %6d %12.3f %12.3f %12.0f  %s" % (text, name, batch, row["median"], row["p99"], 1000 * batch / row["mean"], same), flush=True)
-            if entry["hanging"]:
-                print("%-6s %-7s did not end within %d s of the last answer: %s" % (text, name, STOP, ", ".join(entry["hanging"])), flush=True)
-            if results[0].get("replaced"):
-                r = entry["replaced"] = results[0]["replaced"]
-                equal = bool(r["answer"]) and r["answer"]["tokens"] == next(run["tokens"] for run in results[0]["runs"] if run["batch"] == options.batches[-1])
+                print(form % (text, name, batch, "%.3f" % row["median"], "%.3f" % row["p99"], "%.0f" % (1000 * batch / row["mean"]), ratio, same), flush=True)
+            if results[name][0].get("replaced"):
+                r = entry["replaced"] = results[name][0]["replaced"]
+                equal = bool(r["answer"]) and r["answer"]["tokens"] == next(run["tokens"] for run in results[name][0]["runs"] if run["batch"] == options.batches[-1])
                 status = status if equal else 1
-                print("%-6s %-7s FFN rank 0 killed and started again: answer %s after %.1f s; errors: %s" % (
+                print("%-6s %-8s FFN rank 0 killed and started again: answer %s after %.1f s; errors: %s" % (
                     text, name, "the same" if equal else "another", r["time"], "; ".join(r["errors"]) or "none"), flush=True)
     with open(os.path.join(options.out, "report.json"), "w") as f:
         json.dump(report, f, indent=1)
@@ -489,11 +567,11 @@ def options(arguments):
     p.add_argument("--gpus", type=gpus, default=[0, 1], metavar="N,...", help="GPUs: attention ranks first, then FFN ranks (0,1)")
     p.add_argument("--batches", type=counts, default=[1, 16, 64], metavar="N,...", help="prompts decoded at a time by an attention rank (1,16,64)")
     p.add_argument("--tokens", type=int, default=64, metavar="N", help="new tokens of an answer (64)")
-    p.add_argument("--repeat", type=int, default=3, metavar="N", help="measurements of each batch (3)")
+    p.add_argument("--repeat", type=int, default=3, metavar="N", help="rounds: measurements of each batch (3)")
     p.add_argument("--layers", type=int, default=LAYERS, metavar="N", help="layers of the model (%d)" % LAYERS)
-    p.add_argument("--replace", action="store_true", help="kill FFN rank 0 in the middle of an answer, and start it again (replace_ms of the connector is --limit unless --extra has it)")
+    p.add_argument("--replace", action="store_true", help="kill FFN rank 0 in the middle of an answer, and start it again (by messages, replace_ms of the connector is --limit unless --extra has it)")
     p.add_argument("--extra", type=extra, default="{}", metavar="JSON", help="connector_extra_config of StepMeshAFDConnector ({})")
-    p.add_argument("--limit", type=int, default=600, metavar="SECONDS", help="for each engine (600)")
+    p.add_argument("--limit", type=int, default=600, metavar="SECONDS", help="for the start of an engine and for each of its turns (600)")
     p.add_argument("--out", metavar="DIRECTORY", help="for logs, results and the model (a new one in the temporary directory)")
     p.add_argument("--child", help=argparse.SUPPRESS)
     o = p.parse_args(arguments)

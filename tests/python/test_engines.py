@@ -10,7 +10,8 @@ import pytest
 
 PROGRAM = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "engines", "vllm_afd.py")
 
-# The program of an engine's processes in these tests. An attention rank writes the result that answers.json has for its connector.
+# The program of an engine's processes in these tests. An attention rank writes the result that answers.json has for its
+# connector, with the numbers of prompts that it was asked for.
 CHILD = """
 import json, os, signal, sys, time
 spec = json.loads(sys.argv[2])
@@ -21,11 +22,18 @@ with open(os.path.join(os.path.dirname(__file__), "answers.json")) as f:
     do = json.load(f)[spec["connector"] or "whole"]
 if "error" in do:
     sys.exit(do["error"])
-tokens = [do["tokens"]] * spec["batches"][0]
-result = dict(start=1.0, runs=[dict(batch=b, tokens=tokens, steps=[0.5, 0.5, 0.002, 0.004, 0.002], time=1.0) for b in spec["batches"]])
-if spec["replace"]:
-    print("engines: half", flush=True)
-    result["replaced"] = dict(time=2.0, errors=[], answer=result["runs"][-1])
+print("engines: ready", flush=True)
+result = dict(start=1.0, runs=[])
+for line in sys.stdin:
+    if line.strip() == "replace":
+        print("engines: half", flush=True)
+        result["replaced"] = dict(time=2.0, errors=[], answer=result["runs"][-1])
+    elif "later" in do:
+        sys.exit(do["later"])
+    else:
+        steps = [0.5, 0.5] + [do.get("step", 0.002)] * 3
+        result["runs"].append(dict(batch=int(line), tokens=[do["tokens"]] * int(line), steps=steps, time=1.0))
+    print("engines: turn", flush=True)
 with open(spec["result"], "w") as f:
     json.dump(result, f)
 print("engines: done", flush=True)
@@ -78,7 +86,7 @@ def test_help():
 
 @pytest.mark.parametrize("arguments, word", [
     ("--shapes 1", "--shapes: '1': want attention ranks x FFN ranks"), ("--shapes 1x0", "'1x0': want attention ranks"), ("--shapes 1x1x1", "'1x1x1': want"),
-    ("--shapes axb", "'axb': want"), ("--engines gloo", "--engines: 'gloo': want some of whole,nccl,stepaf"), ("--gpus 0,0", "--gpus: '0,0': want different indices"),
+    ("--shapes axb", "'axb': want"), ("--engines gloo", "--engines: 'gloo': want some of whole,nccl,streams,messages"), ("--gpus 0,0", "--gpus: '0,0': want different indices"),
     ("--gpus=-1", "--gpus: '-1': want"), ("--batches 0", "--batches: '0': want positive numbers"), ("--batches 1,", "'1,': want"),
     ("--tokens 7", "--tokens: 7, want at least 8"), ("--tokens 1000", "--tokens: 1000, want at most 995"), ("--repeat 0", "--repeat: 0, want at least 1"),
     ("--layers 1", "--layers: 1, want at least 2"), ("--limit 0", "--limit: 0, want at least 1"), ("--extra [1]", "--extra: '[1]': want a JSON object"),
@@ -90,16 +98,19 @@ def test_bad_arguments(arguments, word):
 
 
 NCCL, OURS = "P2pNcclAFDConnector", "StepMeshAFDConnector"
-SAME = {"whole": dict(tokens=[1, 2]), NCCL: dict(tokens=[1, 2]), OURS: dict(tokens=[1, 2])}
+SAME = {"whole": dict(tokens=[1, 2]), NCCL: dict(tokens=[1, 2]), OURS: dict(tokens=[1, 2], step=0.001)}
 
 
 @pytest.mark.parametrize("answers, arguments, status, words", [
-    (SAME, [], 0, ["1A1F   whole        3", "2.000", "same as whole"]),
-    (SAME, ["--replace", "--engines", "whole,stepaf"], 0, ["started again: answer the same after 2.0 s; errors: none"]),
-    (dict(SAME, **{OURS: dict(tokens=[1, 3])}), [], 1, ["1A1F   stepaf", "not those of whole"]),
-    (dict(SAME, **{OURS: dict(error="fserver_lib.TimeoutError: late")}), [], 1, ["stepaf  failed: attention 0 ended with status 1: fserver_lib.TimeoutError: late"]),
-    (dict(SAME, **{NCCL: dict(error="ValueError: P2pNcclAFDConnector currently requires num_attention_ranks >= num_ffn_ranks")}), [], 0, ["nccl    refused: attention 0"]),
-], ids=["same", "replaced", "other tokens", "failed", "refused"])
+    (SAME, [], 0, ["1A1F   whole         3      2.000      2.000      1500 1.00, 1.00 to 1.00   first", "1A1F   nccl          3",
+                   "1A1F   streams       3      1.000      1.000      3000 0.50, 0.50 to 0.50   same as whole", "1A1F   messages      3"]),
+    (SAME, ["--replace", "--engines", "whole,messages"], 0, ["messages FFN rank 0 killed and started again: answer the same after 2.0 s; errors: none"]),
+    (dict(SAME, **{OURS: dict(tokens=[1, 3])}), [], 1, ["1A1F   streams", "not those of whole"]),
+    (dict(SAME, **{OURS: dict(error="fserver_lib.TimeoutError: late")}), [], 1, ["streams  failed: attention 0 ended with status 1: fserver_lib.TimeoutError: late"]),
+    (dict(SAME, **{OURS: dict(later="fserver_lib.TimeoutError: late")}), [], 1, ["streams  failed: attention 0 ended with status 1: fserver_lib.TimeoutError: late", "1A1F   nccl          3"]),
+    (dict(SAME, **{NCCL: dict(error="ValueError: P2pNcclAFDConnector currently requires num_attention_ranks >= num_ffn_ranks")}), [], 0,
+     ["nccl     refused: attention 0", "3      1.000      1.000      3000                      same as whole"]),
+], ids=["same", "replaced", "other tokens", "failed", "failed later", "refused"])
 def test_results(program, tmp_path, monkeypatch, capsys, answers, arguments, status, words):
     child = tmp_path / "child.py"
     child.write_text(CHILD)
