@@ -25,7 +25,7 @@ type Stats struct {
 	InvalidRequests                 uint64 // refused by their application with ErrInvalid, such as batches that are too long: STEPAF_RECV_BUDGET
 	PausedReads                     uint64 // times that a peer was not read until its application had taken some messages: STEPAF_RECV_BUDGET_PEER
 	FencedMessages                  uint64 // dropped: from or for a process that was replaced
-	LateAnswers                     uint64 // dropped: to requests that had ended, second ones, or malformed ones
+	LateAnswers                     uint64 // dropped: to requests that had ended, second ones, or malformed ones; includes Transport.LateAnswers
 }
 
 // AppStats describes one application of a node: a worker or server of af or kv, a SimpleApp, a communicator, a session.

@@ -253,7 +253,7 @@ type Stats struct {
 	RefusedSlots    uint64 // peers' requests for slot memory that were refused: STEPAF_RDMA_PEER_BUDGET
 	SlotWaits       uint64 // peers' requests for slot memory that had to wait: also STEPAF_RDMA_BUDGET, BYTEPS_ADDRESS_POOL_SIZE
 	FencedMessages  uint64 // messages of replaced processes, which were dropped
-	LateAnswers     uint64 // answers that were arriving when their request ended, which were dropped
+	LateAnswers     uint64 // answers that were arriving when their request ended, which were dropped; a node's LateAnswers includes them
 	UnsharedValues  uint64 // device values sent through host memory, because their memory could not be shared
 }
 
