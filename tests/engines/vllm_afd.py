@@ -57,7 +57,8 @@ def missing(gpus):
         if not version.startswith(VLLM):
             lines.append("vllm: version %s, want %sx, for which afd-plugin is written" % (version, VLLM))
     found("afd_plugin", "install afd-plugin (vllm-project/afd-plugin)")
-    if found("fserver_lib", "install this library's wheel, or run make fserver and set PYTHONPATH=bin/python"):
+    ours = [found(name, "install this library's wheel, or run make fserver and set PYTHONPATH=bin/python") for name in ("fserver", "fserver_lib")]
+    if all(ours):
         if "stepaf" not in _entry_points():
             lines.append("fserver: vLLM has no entry point of this library: install its wheel (make wheel)")
     found("safetensors", "install safetensors")

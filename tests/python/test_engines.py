@@ -58,7 +58,7 @@ def test_missing():
     got = run("--gpus", "0,3")
     assert got.returncode == 77, got.stdout
     assert got.stdout.startswith("vLLM with afd-plugin cannot run here:\n")
-    for name in ("vllm", "afd_plugin", "fserver_lib", "safetensors", "torch"):
+    for name in ("vllm", "afd_plugin", "fserver", "fserver_lib", "safetensors", "torch"):
         assert "\n  %s: no Python module of that name: " % name in got.stdout, got.stdout
 
 
