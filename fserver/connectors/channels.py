@@ -34,6 +34,13 @@ class Channel:
 
     def __init__(self, inputs, output, exchange):
         self.inputs, self.output, self.exchange = inputs, output, exchange
+        self._rows, self._views = None, None
+
+    def first(self, rows):
+        """Returns views of so many rows of inputs and output. The numbers of rows seldom change, and making views takes time."""
+        if rows != self._rows:
+            self._rows, self._views = rows, ([t[:rows] for t in self.inputs], self.output[:rows])
+        return self._views
 
 
 class Channels:

@@ -15,7 +15,6 @@ FFN side needs the rows of each step (expect). If a rank is lost, the step fails
 """
 
 import collections
-import contextlib
 import json
 import os
 import socket
@@ -289,43 +288,40 @@ class Attention(_Side):
 
     def _queue(self, stage, tensors, rows, layer):
         """Queues a send in the current stream."""
-        with self._step():
+        try:
             if self._lost:
                 raise f.ConnectionError("%s: stage %d, layer %d: ffn %s failed in this step" % (self, stage, layer, _list(self.peers[i] for i in sorted(self._lost))))
             like, parts = tuple((t.dtype, tuple(t.shape[1:])) for t in tensors), []
             for peer, (begin, end) in zip(self.peers, self._parts(rows)):
                 channel = self._channels.get(peer, stage, like, end - begin)
-                for buffer, t in zip(channel.inputs, tensors):
-                    _raw(buffer[:end - begin]).copy_(_raw(t[begin:end]))
+                for buffer, t in zip(channel.first(end - begin)[0], tensors):
+                    _raw(buffer).copy_(_raw(t if end - begin == rows else t[begin:end]))
                 channel.exchange.send()
                 parts.append((channel, end - begin))
             self._rounds[stage] = _Queued(layer, parts)
+        except BaseException:
+            self._end_step()
+            raise
 
     def _queued(self, stage, round_, out):
         """Queues a receive in the current stream. After the last layer of a step it waits, so its values are right, unless
         the engine calls checker."""
-        with self._step():
+        try:
             self._channels.receive([channel for channel, _ in round_.parts])
-            answer = self._answer([channel.output[:rows] for channel, rows in round_.parts], out)
+            answer = self._answer([channel.first(rows)[1] for channel, rows in round_.parts], out)
             del self._rounds[stage]
             self._done[stage] = round_.layer
             if round_.layer == self.layers - 1 and not self.deferred:
                 self._channels.settle()
             return answer
+        except BaseException:
+            self._end_step()
+            raise
 
     def checker(self):
         """With streams: returns a function that raises ConnectionError or TimeoutError if answers received so far may be
         wrong. Call it, from any thread, after the device has done the queued work, and before the results are used."""
         return self._channels.checker()
-
-    @contextlib.contextmanager
-    def _step(self):
-        """Ends all exchanges if the step fails. The next step prepares them anew, with the replacement of a lost rank."""
-        try:
-            yield
-        except BaseException:
-            self._end_step()
-            raise
 
     def _end_step(self):
         """Ends the exchanges of a failed or abandoned step. The next one begins with a handshake with each FFN rank."""
@@ -384,7 +380,7 @@ class Attention(_Side):
                 self, _dtype_name(out.dtype), tuple(out.shape), _dtype_name(self.out_dtype), (rows, self.width)))
         begin = 0
         for t in parts:
-            _raw(out[begin:begin + len(t)]).copy_(_raw(t))
+            _raw(out if len(t) == rows else out[begin:begin + len(t)]).copy_(_raw(t))
             begin += len(t)
         return out
 
@@ -559,9 +555,9 @@ class QueuedBatch:
 
     def __init__(self, side, stage, parts):
         self.stage, self.ranks, self.rows = stage, [rank for rank, _, _ in parts], [rows for _, _, rows in parts]
-        self.tensors = [t[:parts[0][2]] for t in parts[0][1].inputs]
+        self.tensors = list(parts[0][1].first(parts[0][2])[0])
         if len(parts) > 1:
-            self.tensors = [torch.cat([_raw(channel.inputs[i][:rows]) for _, channel, rows in parts]).view(t.dtype) for i, t in enumerate(self.tensors)]
+            self.tensors = [torch.cat([_raw(channel.first(rows)[0][i]) for _, channel, rows in parts]).view(t.dtype) for i, t in enumerate(self.tensors)]
         self._side, self._parts = side, parts
 
     def respond(self, out):
@@ -574,7 +570,7 @@ class QueuedBatch:
                 side, self.stage, _dtype_name(out.dtype), tuple(out.shape), _dtype_name(side.out_dtype), want, _list(self.ranks)))
         begin, parts, self._parts = 0, self._parts, None
         for _, channel, rows in parts:
-            _raw(channel.output[:rows]).copy_(_raw(out[begin:begin + rows]))
+            _raw(channel.first(rows)[1]).copy_(_raw(out if rows == want[0] else out[begin:begin + rows]))
             channel.exchange.send()
             begin += rows
         return Answers([])

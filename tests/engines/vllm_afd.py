@@ -2,9 +2,9 @@
 """vLLM with afd-plugin: the connector of this library beside the plugin's own.
 
 A small DeepSeek-V2 of random weights decodes the same prompts, greedily: whole in one process, with its attention and FFN
-ranks over the plugin's NCCL connector, and over StepMeshAFDConnector, in CUDA streams and by messages. All must give the same
-tokens. All engines of a shape are started together and decode in turns, one at a time: a machine that is slower for a while
-slows all of them. The table has the time for each output token, and its ratio to that of the NCCL connector in the same round.
+ranks over the plugin's NCCL connector, and over StepMeshAFDConnector, in CUDA streams and by messages. "repaired" is the NCCL
+connector without an import that fails at each layer (fserver/connectors/vllm_plugin.py). All must give the same tokens. All engines of a shape are started together and decode in turns, one at a time: a machine that is slower for a while
+slows all of them. The table has the time for each output token, and its ratio to that of one engine (--over) in the same round.
 --replace kills an FFN rank in the middle of an answer, and starts another.
 
 It needs vLLM 0.26, afd-plugin, this library's Python module, and GPUs. Where one is missing the status is 77, and the
@@ -12,6 +12,7 @@ output says what.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -29,8 +30,8 @@ import time
 PROGRAM = os.path.abspath(__file__)
 MISSING = 77
 VLLM = "0.26."
-NAMES = {"whole": None, "nccl": "P2pNcclAFDConnector", "streams": "StepMeshAFDConnector", "messages": "StepMeshAFDConnector"}
-REFERENCE = "nccl"  # ratios are to this engine
+NAMES = {"whole": None, "nccl": "P2pNcclAFDConnector", "repaired": "P2pNcclAFDConnector", "streams": "StepMeshAFDConnector", "messages": "StepMeshAFDConnector"}
+PLUGINS = {"whole": "", "nccl": "afd"}  # VLLM_PLUGINS; of the others "afd,stepaf"
 READY, HALF, TURN, DONE = "engines: ready", "engines: half", "engines: turn", "engines: done"  # lines of an attention rank that the parent waits for
 LAYERS, HIDDEN, EXPERTS, HEADS, VOCABULARY = 8, 2048, 16, 16, 4096
 PROMPT = 24  # tokens
@@ -291,7 +292,7 @@ class Engine:
             role=role, rank=rank, attention=self.attention, ffn=self.ffn, connector=NAMES[self.name], port=self.port, model=o.model,
             extra=extra, most=max(o.batches + [8]), asynchronous=not o.replace, batches=o.batches,
             tokens=o.tokens, limit=o.limit, result=os.path.join(self.folder, "%s%d.json" % (role, rank)))
-        env = dict(os.environ, VLLM_USE_V2_MODEL_RUNNER="0", VLLM_PLUGINS="afd,stepaf" if NAMES[self.name] else "", VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        env = dict(os.environ, VLLM_USE_V2_MODEL_RUNNER="0", VLLM_PLUGINS=PLUGINS.get(self.name, "afd,stepaf"), VLLM_ENABLE_V1_MULTIPROCESSING="0",
                    VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=str(o.gpus[place % len(o.gpus)]))
         if importlib.util.find_spec("flashinfer") is None:
             env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
@@ -437,7 +438,7 @@ def measure(options, shape, entries):
             try:
                 call(running[name])
             except Failed as e:
-                refused = name == "nccl" and any(r in "\n".join(lines(c.log)) for c in running[name].children for r in REFUSALS)
+                refused = NAMES[name] == NAMES["nccl"] and any(r in "\n".join(lines(c.log)) for c in running[name].children for r in REFUSALS)
                 entries[name]["refused" if refused else "failed"] = str(e)
                 stop(name)
 
@@ -460,8 +461,8 @@ def measure(options, shape, entries):
             attempt([name for name in running if NAMES[name]], Engine.replace)
         attempt(list(running), lambda engine: results.update({engine.name: engine.results()}))
     finally:
-        for name in list(running):
-            stop(name)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            list(pool.map(stop, list(running)))
     return results
 
 
@@ -469,9 +470,9 @@ def compare(options):
     """Runs all engines, prints the tables, and returns the exit status."""
     status, report = 0, []
     print("model: DeepSeek-V2, %d layers, hidden size %d, %d experts, random weights; %s new tokens, greedy, eager" % (options.layers, HIDDEN, EXPERTS, options.tokens))
-    print("over %s: ratio of the medians of a round: median, least and greatest of the rounds" % REFERENCE)
+    print("over %s: ratio of the medians of a round: median, least and greatest of the rounds" % options.over)
     form = "%-6s %-8s %6s %10s %10s %9s %-20s %s"
-    print(form % ("shape", "engine", "rows", "median ms", "p99 ms", "tokens/s", "over " + REFERENCE, "tokens"))
+    print(form % ("shape", "engine", "rows", "median ms", "p99 ms", "tokens/s", "over " + options.over, "tokens"))
     for shape in options.shapes:
         text = "%dA%dF" % tuple(shape)
         entries = {name: dict(shape=text, engine=name) for name in options.engines}
@@ -501,8 +502,8 @@ def compare(options):
                 t = sorted(t for one in rounds for t in one)
                 row = dict(rows=batch, median=statistics.median(t), p99=t[min(len(t) - 1, int(len(t) * 0.99))], mean=statistics.mean(t))
                 ratio = ""
-                if REFERENCE in results and name != REFERENCE:
-                    row["ratios"] = sorted(statistics.median(a) / statistics.median(b) for a, b in zip(rounds, steps(results[REFERENCE], batch)))
+                if options.over in results and name != options.over:
+                    row["ratios"] = sorted(statistics.median(a) / statistics.median(b) for a, b in zip(rounds, steps(results[options.over], batch)))
                     ratio = "%.2f, %.2f to %.2f" % (statistics.median(row["ratios"]), row["ratios"][0], row["ratios"][-1])
                 entry["rows"].append(row)
                 print(form % (text, name, batch, "%.3f" % row["median"], "%.3f" % row["p99"], "%.0f" % (1000 * batch / row["mean"]), ratio, same), flush=True)
@@ -565,6 +566,7 @@ def options(arguments):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--shapes", type=shapes, default=[(1, 1)], metavar="AxF,...", help="attention ranks x FFN ranks (1x1); ranks of different sides share GPUs if there are too few")
     p.add_argument("--engines", type=engines, default=list(NAMES), metavar="NAME,...", help="what to run, of %s (all)" % ", ".join(NAMES))
+    p.add_argument("--over", choices=list(NAMES), default="nccl", help="the engine that ratios are to (nccl)")
     p.add_argument("--gpus", type=gpus, default=[0, 1], metavar="N,...", help="GPUs: attention ranks first, then FFN ranks (0,1)")
     p.add_argument("--batches", type=counts, default=[1, 16, 64], metavar="N,...", help="prompts decoded at a time by an attention rank (1,16,64)")
     p.add_argument("--tokens", type=int, default=64, metavar="N", help="new tokens of an answer (64)")

@@ -876,6 +876,17 @@ def test_imports():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("ascend", [False, True])
+def test_import_of_ascend(tmp_path, ascend):
+    """Without torch_npu, afd-plugin's module for Ascend devices is not loaded at each layer in vain."""
+    if ascend:
+        (tmp_path / "torch_npu.py").write_text("")
+    code = "import sys, fserver.connectors.vllm_plugin as p; p.register(); print(p.ASCEND in sys.modules)"
+    environ = dict(os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path), os.path.join(harness.HERE, "standins"), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run([sys.executable, "-c", code], env=environ, check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == "%s\n" % (not ascend)
+
+
 def test_overlap_says_what_is_missing():
     """On GPUs it is run by hand; docs/engines.md."""
     program = os.path.join(os.path.dirname(os.path.dirname(harness.HERE)), "tests", "benchmark", "overlap.py")
