@@ -14,6 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // known makes the process with that incarnation node id of n, and connects n to it.
@@ -74,7 +75,7 @@ func TestRefusalsReachTheNewProcess(t *testing.T) {
 		for _, early := range []bool{true, false} { // the requests arrive before the record
 			t.Run(fmt.Sprintf("%s, early %t", x.name, early), func(t *testing.T) {
 				synctest.Test(t, func(t *testing.T) {
-					cfg := DefaultConfig()
+					cfg := env.Default()
 					cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
 					n := keptNode(cfg, slog.New(slog.DiscardHandler))
 					out := &dialed{}
@@ -129,7 +130,7 @@ func TestRefusalsReachTheNewProcess(t *testing.T) {
 // They stay queued until its record arrives.
 func TestPendingOfTwoProcesses(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		cfg := DefaultConfig()
+		cfg := env.Default()
 		cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
 		n := keptNode(cfg, slog.New(slog.DiscardHandler))
 		var got []int32 // timestamps
@@ -197,7 +198,7 @@ func TestRefusedBeforeKnown(t *testing.T) {
 	} {
 		t.Run(x.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				cfg := DefaultConfig()
+				cfg := env.Default()
 				cfg.NumWorkers, cfg.NumServers, cfg.GroupSize, cfg.StrangerBudget = 1, 1, 1, 2030
 				var logged vantest.Log
 				n := keptNode(cfg, logged.Logger())

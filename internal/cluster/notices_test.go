@@ -14,6 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/tests/golden"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // outbox is a van that records messages.
@@ -34,7 +35,7 @@ func (v *outbox) Send(m *van.Message) error {
 func TestNoticeStories(t *testing.T) {
 	golden.Check(t, "notices", 60, func(rng *rand.Rand, w io.Writer) {
 		synctest.Test(t, func(t *testing.T) {
-			self := &nodeInfo{cfg: DefaultConfig(), log: slog.New(slog.DiscardHandler)}
+			self := &nodeInfo{cfg: env.Default(), log: slog.New(slog.DiscardHandler)}
 			self.id.Store(9)
 			self.setName("worker 0")
 			v := &outbox{}

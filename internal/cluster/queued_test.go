@@ -14,6 +14,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // TestOneExpiry: requests that are queued, taken and queued again, for any application, share one timer, which ends
@@ -70,7 +71,7 @@ func TestEachExpires(t *testing.T) {
 // member's with its own messages, the other's with all that are queued. A member waits at its budget, except for a request
 // that is longer than the budget for all; the other is refused.
 func TestQueueLimits(t *testing.T) {
-	cfg := DefaultConfig()
+	cfg := env.Default()
 	cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 3, 1, 1
 	cfg.StrangerBudget, cfg.RecvBudgetPeer, cfg.RecvBudget = 30000, 50000, 90000
 	n := keptNode(cfg, slog.New(slog.DiscardHandler))
@@ -433,7 +434,7 @@ func TestWhatEndsAWaitForAnApplication(t *testing.T) {
 	} {
 		t.Run(x.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				cfg := DefaultConfig()
+				cfg := env.Default()
 				cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
 				cfg.RecvBudgetPeer, cfg.StartTimeout = 1000, limit
 				n := keptNode(cfg, slog.New(slog.DiscardHandler))
@@ -483,7 +484,7 @@ func TestWhatEndsAWaitForAnApplication(t *testing.T) {
 // TestPollsDoNotWaitForAnApplication: a request that a Poll delivers is queued beyond the budget of its sender, up to that of all.
 // No further Poll begins then until queued requests have left.
 func TestPollsDoNotWaitForAnApplication(t *testing.T) {
-	cfg := DefaultConfig()
+	cfg := env.Default()
 	cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
 	cfg.RecvBudgetPeer, cfg.RecvBudget = 1000, 3*512
 	n := keptNode(cfg, slog.New(slog.DiscardHandler))
@@ -538,7 +539,7 @@ func TestMissingApplicationDelaysOthers(t *testing.T) {
 	} {
 		t.Run(x.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				cfg := DefaultConfig()
+				cfg := env.Default()
 				cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 2, 1
 				cfg.RecvBudgetPeer, cfg.StartTimeout = 1000, time.Hour
 				n := keptNode(cfg, slog.New(slog.DiscardHandler))

@@ -30,21 +30,8 @@ import (
 // reason.
 var ErrRefused = membership.ErrRefused
 
-// Config is the configuration of a node; docs/env.md describes its fields. Start from DefaultConfig or LoadConfig.
+// Config is the configuration of a node; docs/env.md describes its fields.
 type Config = env.Config
-
-// DefaultConfig returns a configuration with every setting at its default.
-func DefaultConfig() *Config { return env.Default() }
-
-// LoadConfig reads the environment. The error names every variable with an invalid
-// value.
-func LoadConfig() (*Config, error) { return env.LoadFrom(env.OS()) }
-
-// LoadConfigFrom reads variables from another source: lookup returns a value and
-// whether it is set; names, which may be nil, lists the names that are set.
-func LoadConfigFrom(lookup func(name string) (string, bool), names func() []string) (*Config, error) {
-	return env.LoadFrom(env.Source{Lookup: lookup, Names: names})
-}
 
 // Options of Start.
 type Options struct {

@@ -18,6 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // freed owns the messages of a story.
@@ -57,7 +58,7 @@ func TestPendingMessagesExpire(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const said = "dropped messages of processes that did not become members"
 		var logged vantest.Log
-		cfg := DefaultConfig()
+		cfg := env.Default()
 		cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
 		n := keptNode(cfg, logged.Logger())
 		known(n, 9, 1)
@@ -91,7 +92,7 @@ func TestPendingMessagesExpire(t *testing.T) {
 // with the last one.
 func TestPendingMessagesExpireEach(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		cfg := DefaultConfig()
+		cfg := env.Default()
 		cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 4, 1, 1
 		n := keptNode(cfg, slog.New(slog.DiscardHandler))
 		owner := &freed{}
@@ -121,7 +122,7 @@ func TestPendingMessagesExpireEach(t *testing.T) {
 // when they use up the budget, and are counted once; they continue in order when the budget allows it.
 func TestBudgetAfterPendingMessages(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		cfg := DefaultConfig()
+		cfg := env.Default()
 		cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
 		cfg.RecvBudgetPeer = 2 * 512
 		var logged vantest.Log
@@ -198,7 +199,7 @@ func keptNode(cfg *Config, log *slog.Logger) *Node {
 }
 
 func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
-	cfg := DefaultConfig()
+	cfg := env.Default()
 	cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 3, 1, 1
 	cfg.RecvBudgetPeer, cfg.RecvBudget, cfg.StrangerBudget = 6000, []int{0, 12_000}[rng.IntN(2)], 5000
 	cfg.StartTimeout = []time.Duration{0, time.Minute}[rng.IntN(2)]

@@ -328,9 +328,8 @@ func (l *outLink) recall(q *van.Requests) {
 	l.queue.recall(q)
 }
 
-// linger waits until the peer has consumed all messages, at most until ctx ends. It reports
-// whether the peer has.
-func (l *outLink) linger(ctx context.Context) bool {
+// linger waits until the peer has consumed all messages, at most until ctx ends.
+func (l *outLink) linger(ctx context.Context) {
 	tick := time.Tick(time.Millisecond)
 	for begun := clock.Now(); ; {
 		l.mu.Lock()
@@ -340,7 +339,7 @@ func (l *outLink) linger(ctx context.Context) bool {
 		}
 		l.mu.Unlock()
 		if done {
-			return true
+			return
 		}
 		if clock.Now()-begun < uint64(100*time.Microsecond) {
 			continue
@@ -348,7 +347,7 @@ func (l *outLink) linger(ctx context.Context) bool {
 		select {
 		case <-tick:
 		case <-ctx.Done():
-			return false
+			return
 		}
 	}
 }

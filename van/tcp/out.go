@@ -127,15 +127,15 @@ func (c *outConn) send(msg *van.Message) error {
 	if h.lens > 0 {
 		c.buf = append(c.buf, msg.Lens.Host()...)
 	}
-	c.put(msg, h.vals, start)
+	c.put(msg, start)
 	if !c.blocked {
 		c.flush()
 	}
 	return nil
 }
 
-// put queues msg. buf already has all encoded bytes before the values, from start on; vals is the length of the values.
-func (c *outConn) put(msg *van.Message, vals, start int) {
+// put queues msg. buf already has all encoded bytes before the values, from start on.
+func (c *outConn) put(msg *van.Message, start int) {
 	first := len(c.queue)
 	piece := outEntry{}
 	if msg.Request { // answers are not canceled
@@ -402,8 +402,8 @@ func (c *outConn) broke() {
 	c.fail(err)
 }
 
-// linger waits until everything has been written, until ctx ends at most. It reports whether it has.
-func (c *outConn) linger(ctx context.Context) bool {
+// linger waits until everything has been written, until ctx ends at most.
+func (c *outConn) linger(ctx context.Context) {
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
 	for {
@@ -415,12 +415,12 @@ func (c *outConn) linger(ctx context.Context) bool {
 		over := c.gone || len(c.queue) == 0 && c.tls.pending() == 0
 		c.mu.Unlock()
 		if over {
-			return true
+			return
 		}
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
-			return false
+			return
 		}
 	}
 }

@@ -323,12 +323,6 @@ func (f *frames) release() { C.sa_msg_close((*C.sa_msg)(f)) }
 func (f *frames) free()    { C.sa_msg_free((*C.sa_msg)(f)) }
 func (f *frames) len() int { return int(f.n) }
 
-// maxParts is the maximum number of frames that are kept of a received message.
-const maxParts = C.SA_MAX_PARTS
-
-// sizeOf is the length of frame i.
-func (f *frames) sizeOf(i int) int { return int(f.size[i]) }
-
 // excess is the number of frames beyond the most that a message may have.
 func (f *frames) excess() int { return int(f.extra) }
 

@@ -163,9 +163,6 @@ func startTorch(ctx context.Context, n int, command func(address string, rank in
 	return cl, nil
 }
 
-// rankName returns the name of one of several workers.
-func rankName(i int) string { return "worker " + strconv.Itoa(i) }
-
 // Values of --van. local means shared memory, which is not a van of its own.
 const (
 	zmq     = "zmq"

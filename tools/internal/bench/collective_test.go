@@ -97,7 +97,7 @@ func TestAsk(t *testing.T) {
 	} {
 		c := newCluster()
 		for i, script := range []string{x.zero, x.one} {
-			if err := c.start(rankName(i), exec.CommandContext(t.Context(), "sh", "-c", "read line; "+script)); err != nil {
+			if err := c.start(fmt.Sprint("worker ", i), exec.CommandContext(t.Context(), "sh", "-c", "read line; "+script)); err != nil {
 				t.Fatal(err)
 			}
 		}
