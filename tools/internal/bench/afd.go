@@ -286,8 +286,9 @@ func runAFD(c *cli.Context) error {
 	} else {
 		r.noPython = r.lacks(ctx, "torch", "fserver_lib")
 	}
+	rows := csv.NewWriter(c.App.Writer)
 	if c.Bool("csv") {
-		if err := writeCSV(c.App.Writer, afdColumns); err != nil {
+		if err := rows.WriteAll([][]string{afdColumns}); err != nil {
 			return err
 		}
 	}
@@ -300,7 +301,7 @@ func runAFD(c *cli.Context) error {
 			}
 			all = append(all, rep)
 			if c.Bool("csv") {
-				err = rep.csv(c.App.Writer)
+				err = rows.WriteAll(rep.csv())
 			} else {
 				err = show(c, rep)
 			}
@@ -378,7 +379,7 @@ func (r *afdRun) trips(rep *afdReport, sides []*afdSide) error {
 			names = append(names, afdTrip{From: side.from, Form: form})
 		}
 	}
-	iters, _ := defaults(course{rep.Van, r.device()}, rep.Workers*rep.Servers*(rep.PushBytes+rep.PullBytes), r.c.Int("iters"), 0)
+	iters, _ := defaults(course{rep.Van, deviceOf(r.gpus)}, rep.Workers*rep.Servers*(rep.PushBytes+rep.PullBytes), r.c.Int("iters"), 0)
 	all := blocks(iters, r.c.Int("rounds"))
 	if err := inTurns(all, rows, func(block int) { r.progress(rep, "round trips", block, len(all)) }); err != nil {
 		return err
@@ -524,16 +525,16 @@ func (r *afdReport) print(w io.Writer) error {
 var afdColumns = []string{"van", "workers", "servers", "push_bytes", "pull_bytes", "layers", "micro_batches", "measured", "from", "form", "worker", "compute_us", "count",
 	"p50_us", "p90_us", "p99_us", "max_us", "mean_us", "base_p50_us", "base_p99_us", "ratio_p50", "ratio_p99"}
 
-// csv prints the report as rows with the columns afdColumns.
-func (r *afdReport) csv(w io.Writer) error {
+// csv returns the report as rows with the columns afdColumns.
+func (r *afdReport) csv() (rows [][]string) {
 	micros := func(f float64) string { return strconv.FormatFloat(f, 'f', 3, 64) }
-	row := func(shape []string, count int, q quantiles, base ...string) error {
+	row := func(shape []string, count int, q quantiles, base ...string) {
 		cells := []string{r.Van}
 		for _, n := range []int{r.Workers, r.Servers, r.PushBytes, r.PullBytes} {
 			cells = append(cells, strconv.Itoa(n))
 		}
 		cells = append(append(cells, shape...), strconv.Itoa(count), micros(q.P50), micros(q.P90), micros(q.P99), micros(q.Max), micros(q.Mean))
-		return writeCSV(w, append(cells, base...))
+		rows = append(rows, append(cells, base...))
 	}
 	for _, x := range r.Trips {
 		base := make([]string, 4)
@@ -541,24 +542,11 @@ func (r *afdReport) csv(w io.Writer) error {
 			floor := r.Trips[x.Worker]
 			base = []string{micros(floor.P50), micros(floor.P99), micros(x.RatioP50), micros(x.RatioP99)}
 		}
-		if err := row([]string{"", "", "round trip", x.From, x.Form, strconv.Itoa(x.Worker), ""}, x.Count, x.quantiles, base...); err != nil {
-			return err
-		}
+		row([]string{"", "", "round trip", x.From, x.Form, strconv.Itoa(x.Worker), ""}, x.Count, x.quantiles, base...)
 	}
 	for _, x := range r.Steps {
 		shape := []string{strconv.Itoa(r.Layers), strconv.Itoa(r.MicroBatches), "step", x.From, x.Form, "", micros(x.Compute)}
-		if err := row(shape, x.Count, x.quantiles, micros(x.Alone.P50), micros(x.Alone.P99), micros(x.RatioP50), micros(x.RatioP99)); err != nil {
-			return err
-		}
+		row(shape, x.Count, x.quantiles, micros(x.Alone.P50), micros(x.Alone.P99), micros(x.RatioP50), micros(x.RatioP99))
 	}
-	return nil
-}
-
-func writeCSV(w io.Writer, cells []string) error {
-	c := csv.NewWriter(w)
-	if err := c.Write(cells); err != nil {
-		return err
-	}
-	c.Flush()
-	return c.Error()
+	return rows
 }

@@ -71,16 +71,11 @@ func newAFDWorker(a *afdShape, node *postoffice.Node) (_ *afdWorker, err error) 
 	if x.w, err = af.NewWorker(node, af.WorkerOptions{}); err != nil {
 		return nil, err
 	}
-	tensor := func(key uint64, n int) ([]byte, af.KeyTensor) {
-		var b []byte
-		var t af.Tensor
+	tensor := func(key uint64, n int) (b []byte, t af.KeyTensor) {
 		if err == nil {
-			b, err = alloc(node.Backend(), n)
+			b, t, err = newTensor(node.Backend(), key, n)
 		}
-		if err == nil {
-			t, err = af.FromBytes(b, af.Uint8, int64(n))
-		}
-		return b, af.KeyTensor{Key: key, Val: t}
+		return b, t
 	}
 	for k := range a.microBatches {
 		m := &microBatch{pushes: make([]af.KeyTensor, 1)}
@@ -265,16 +260,12 @@ func newAFDServer(a *afdShape, node *postoffice.Node) (*afdServer, error) {
 	for k := range a.microBatches {
 		var of []afdAnswer
 		for range workers {
-			b, err := alloc(node.Backend(), a.pull)
+			b, t, err := newTensor(node.Backend(), pullKey(k), a.pull)
 			if err != nil {
 				return nil, err
 			}
 			copy(b, a.image)
-			t, err := af.FromBytes(b, af.Uint8, int64(a.pull))
-			if err != nil {
-				return nil, err
-			}
-			of = append(of, afdAnswer{b, []af.KeyTensor{{Key: pullKey(k), Val: t}}})
+			of = append(of, afdAnswer{b, []af.KeyTensor{t}})
 		}
 		s.answers = append(s.answers, of)
 	}

@@ -240,13 +240,9 @@ func (x *afdDeviceWorker) do(ctx context.Context, _, form string, _ time.Duratio
 	if err := x.clear(); err != nil {
 		return nil, err
 	}
-	ns := make([]int64, n)
-	for i := range ns {
-		start := time.Now()
-		if err := x.trip(ctx, form, false, i&1, both[i&1]); err != nil {
-			return nil, err
-		}
-		ns[i] = int64(time.Since(start))
+	ns, err := timed(n, func(i int) error { return x.trip(ctx, form, false, i&1, both[i&1]) })
+	if err != nil {
+		return nil, err
 	}
 	return ns, x.compare(form, (n-1)&1, "the timed round trips")
 }

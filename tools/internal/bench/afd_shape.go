@@ -112,15 +112,12 @@ func compute(d time.Duration, f func() error) error {
 
 // alone times n times the computation of a decode step.
 func (a *afdShape) alone(d time.Duration, n int, f func(microBatch int) error) ([]int64, error) {
-	ns := make([]int64, n)
-	for i := range ns {
-		start := time.Now()
+	return timed(n, func(int) error {
 		for k := range a.layers * a.microBatches {
 			if err := compute(d, func() error { return f(k % a.microBatches) }); err != nil {
-				return nil, err
+				return err
 			}
 		}
-		ns[i] = int64(time.Since(start))
-	}
-	return ns, nil
+		return nil
+	})
 }

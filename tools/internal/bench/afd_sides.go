@@ -78,7 +78,7 @@ func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int, own func(*
 		side.steps, side.measuring = side.trips, side.workers
 	}
 	python := func(kind, address string, rank int) []string {
-		args := []string{r.c.String("python"), "-c", afdProgram, kind, r.device()}
+		args := []string{r.c.String("python"), "-c", afdProgram, kind, deviceOf(r.gpus)}
 		for _, x := range slices.Concat(spec, []any{n, s, address, rank}) {
 			args = append(args, fmt.Sprint(x))
 		}
@@ -129,14 +129,6 @@ func text(err error) string {
 	return err.Error()
 }
 
-// device returns the value of --device.
-func (r *afdRun) device() string {
-	if r.gpus == nil {
-		return cpu
-	}
-	return gpu
-}
-
 // gpusOf returns the GPUs of n processes, which use those of the run in turn.
 func (r *afdRun) gpusOf(n int) (all []int) {
 	for i := 0; i < n && r.gpus != nil; i++ {
@@ -164,7 +156,7 @@ func (r *afdRun) lacks(ctx context.Context, modules ...string) error {
 	if python == "none" {
 		return errNoPython
 	}
-	cmd := exec.CommandContext(ctx, python, slices.Concat([]string{"-c", pythonCheck, r.device()}, modules)...)
+	cmd := exec.CommandContext(ctx, python, slices.Concat([]string{"-c", pythonCheck, deviceOf(r.gpus)}, modules)...)
 	var said bytes.Buffer
 	cmd.Stderr = &said
 	if err := cmd.Run(); err != nil {

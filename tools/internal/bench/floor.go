@@ -33,6 +33,20 @@ type floorServer struct {
 	close func()
 }
 
+// serving runs serve on a goroutine. close of the server calls stop, waits until serve has returned, and then calls free.
+func serving(addr string, serve, stop, free func()) *floorServer {
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		serve()
+	}()
+	return &floorServer{addr, ended, func() {
+		stop()
+		<-ended
+		free()
+	}}
+}
+
 // none is a baseline that is not measured.
 type none struct{}
 

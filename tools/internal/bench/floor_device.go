@@ -185,17 +185,11 @@ func newDeviceServer(b backend.Backend, clients, push, pull int) (*floorServer, 
 		return nil, err
 	}
 	ctx, stop := context.WithCancel(context.Background())
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
+	return serving(l.Addr().String(), func() {
 		if err := serveDeviceFloor(ctx, l, b, clients, push, pull); err != nil {
 			fmt.Fprintln(os.Stderr, "bench: floor:", err)
 		}
-	}()
-	return &floorServer{l.Addr().String(), ended, func() {
-		stop()
-		<-ended
-	}}, nil
+	}, stop, func() {}), nil
 }
 
 func serveDeviceFloor(ctx context.Context, l *net.UnixListener, b backend.Backend, clients, push, pull int) error {
@@ -332,28 +326,25 @@ func (e *deviceEnd) command(n uint32) error {
 
 // measure does n rounds and returns the nanoseconds of each.
 func (c *deviceFloorClient) measure(n int) ([]int64, error) {
-	ns := make([]int64, n)
 	for i := 0; i < len(c.ends) && n > 0; i++ {
 		if err := c.ends[i].command(uint32(n)); err != nil {
 			return nil, err
 		}
 	}
-	for i := range ns {
-		start := time.Now()
+	return timed(n, func(int) error {
 		for _, e := range c.ends {
 			e.seq++
 			if err := e.write(); err != nil {
-				return nil, err
+				return err
 			}
 		}
 		for _, e := range c.ends {
 			if err := e.arrival(context.Background()); err != nil {
-				return nil, err
+				return err
 			}
 		}
-		ns[i] = int64(time.Since(start))
-	}
-	return ns, nil
+		return nil
+	})
 }
 
 // close ends the floor: first both ends of a pair stop using the other's memory, then both free their own.

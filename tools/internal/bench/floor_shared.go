@@ -46,7 +46,6 @@ func newSharedServer(clients, n, push, pull int) (*floorServer, error) {
 		return nil, err
 	}
 	parts := slices.Collect(slices.Chunk(page.Mem, l.part()))
-	ended := make(chan struct{})
 	var all sync.WaitGroup
 	for _, mem := range parts {
 		all.Go(func() {
@@ -57,19 +56,15 @@ func newSharedServer(clients, n, push, pull int) (*floorServer, error) {
 			C.floor_shared_serve(chars(mem), C.size_t(l.pullAt()), chars(out), C.size_t(pull), C.int64_t(floorPoll(n)))
 		})
 	}
-	go func() {
-		defer close(ended)
+	addr := strconv.Itoa(clients) + ":" + base64.RawURLEncoding.EncodeToString(memfd.Name(fd))
+	return serving(addr, func() {
 		all.Wait()
 		runtime.KeepAlive(page)
-	}()
-	addr := strconv.Itoa(clients) + ":" + base64.RawURLEncoding.EncodeToString(memfd.Name(fd))
-	return &floorServer{addr, ended, func() {
+	}, func() {
 		for _, mem := range parts {
 			C.floor_shared_end(chars(mem))
 		}
-		<-ended
-		_ = unix.Close(fd)
-	}}, nil
+	}, func() { _ = unix.Close(fd) }), nil
 }
 
 // sharedPair is a client's part of a server's memory.

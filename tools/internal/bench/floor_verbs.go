@@ -41,18 +41,11 @@ func newVerbsServer(host netip.Addr, push, pull int) (*floorServer, error) {
 		return nil, errors.Join(err, e.Close())
 	}
 	ctx, stop := context.WithCancel(context.Background())
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
+	return serving(at.String(), func() {
 		if err := serveVerbsFloor(ctx, e); err != nil && ctx.Err() == nil && !errors.Is(err, verbsprobe.ErrEnded) {
 			fmt.Fprintln(os.Stderr, "bench: floor:", err)
 		}
-	}()
-	return &floorServer{at.String(), ended, func() {
-		stop()
-		<-ended
-		_ = e.Close()
-	}}, nil
+	}, stop, func() { _ = e.Close() }), nil
 }
 
 func serveVerbsFloor(ctx context.Context, e *verbsprobe.End) error {

@@ -20,7 +20,7 @@ import (
 // newZMQServer starts the ROUTER, in a thread of its own.
 func newZMQServer(pull int, touch bool) (*floorServer, error) {
 	const endpointLen = 256
-	ctx, ended := C.zmq_ctx_new(), make(chan struct{})
+	ctx := C.zmq_ctx_new()
 	at := (*C.char)(C.calloc(1, endpointLen))
 	defer C.free(unsafe.Pointer(at))
 	soc := C.zmq_floor_bind(ctx, at, endpointLen)
@@ -28,19 +28,13 @@ func newZMQServer(pull int, touch bool) (*floorServer, error) {
 		C.zmq_ctx_term(ctx)
 		return nil, errors.New("bench: no ROUTER for the floor")
 	}
-	go func() {
-		defer close(ended)
+	return serving(C.GoString(at), func() {
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		out := (*C.char)(C.calloc(1, C.size_t(max(pull, 1)))) // libzmq uses it after the call
 		defer C.free(unsafe.Pointer(out))
 		C.zmq_floor_serve(soc, out, C.size_t(pull), flag(touch))
-	}()
-	return &floorServer{C.GoString(at), ended, func() {
-		C.zmq_ctx_shutdown(ctx)
-		<-ended
-		C.zmq_ctx_term(ctx)
-	}}, nil
+	}, func() { C.zmq_ctx_shutdown(ctx) }, func() { C.zmq_ctx_term(ctx) }), nil
 }
 
 // zmqClient is the DEALER.

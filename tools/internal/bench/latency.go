@@ -121,6 +121,16 @@ func alloc(b backend.Backend, n int) ([]byte, error) {
 	return m.Host(), nil
 }
 
+// newTensor allocates n bytes, and returns them and a tensor of them.
+func newTensor(b backend.Backend, key uint64, n int) ([]byte, af.KeyTensor, error) {
+	mem, err := alloc(b, n)
+	if err != nil {
+		return nil, af.KeyTensor{}, err
+	}
+	t, err := af.FromBytes(mem, af.Uint8, int64(n))
+	return mem, af.KeyTensor{Key: key, Val: t}, err
+}
+
 // latencyWorker makes the round trips.
 type latencyWorker struct {
 	latency
@@ -133,8 +143,9 @@ type latencyWorker struct {
 
 func newLatencyWorker(l latency, node *postoffice.Node) (_ end, err error) {
 	x := &latencyWorker{latency: l, want: make([]byte, l.pull)}
-	if x.push, err = alloc(node.Backend(), l.push); err == nil {
-		x.pull, err = alloc(node.Backend(), l.pull)
+	var push, pull af.KeyTensor
+	if x.push, push, err = newTensor(node.Backend(), timedKey, l.push); err == nil {
+		x.pull, pull, err = newTensor(node.Backend(), timedKey+1, l.pull)
 	}
 	if err != nil {
 		return nil, err
@@ -142,19 +153,11 @@ func newLatencyWorker(l latency, node *postoffice.Node) (_ end, err error) {
 	fill(x.want)
 	fill(x.push)
 	x.filled = slices.Clone(x.push)
-	for _, t := range []struct {
-		to  *[]af.KeyTensor
-		key uint64
-		b   []byte
-	}{{&x.pushes, timedKey, x.push}, {&x.pulls, timedKey + 1, x.pull}} {
-		if len(t.b) == 0 {
-			continue
-		}
-		v, err := af.FromBytes(t.b, af.Uint8, int64(len(t.b)))
-		if err != nil {
-			return nil, err
-		}
-		*t.to = []af.KeyTensor{{Key: t.key, Val: v}}
+	if l.push > 0 {
+		x.pushes = []af.KeyTensor{push}
+	}
+	if l.pull > 0 {
+		x.pulls = []af.KeyTensor{pull}
 	}
 	x.w, err = af.NewWorker(node, af.WorkerOptions{})
 	return x, err

@@ -83,9 +83,9 @@ func pair(text string) ([]int, error) {
 	return []int{int(a), int(b)}, nil
 }
 
-// device returns the value of --device.
-func (p place) device() string {
-	if p.gpus == nil {
+// deviceOf returns the value of --device of a run that uses gpus, or host memory if they are nil.
+func deviceOf(gpus []int) string {
+	if gpus == nil {
 		return cpu
 	}
 	return gpu
@@ -96,7 +96,7 @@ func (p place) course(van string) course {
 	if p.both {
 		return course{van, prepared}
 	}
-	return course{van, p.device()}
+	return course{van, deviceOf(p.gpus)}
 }
 
 // env returns the variables that give a role its device.

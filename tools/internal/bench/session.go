@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"time"
 
 	"github.com/urfave/cli/v2"
 
@@ -178,15 +177,8 @@ func callRanks(c *cli.Context, node *postoffice.Node) error {
 	var what string
 	var n int
 	if err := answerLines(c, func() (*answer, error) {
-		a := &answer{NS: make([]int64, n)}
-		for i := range a.NS {
-			start := time.Now()
-			if err := do[what](); err != nil {
-				return nil, err
-			}
-			a.NS[i] = int64(time.Since(start))
-		}
-		return a, nil
+		ns, err := timed(n, func(int) error { return do[what]() })
+		return &answer{NS: ns}, err
 	}, &what, &n); err != nil {
 		return err
 	}

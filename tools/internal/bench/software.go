@@ -244,16 +244,12 @@ func newSoftware(server, worker *postoffice.Node, sizes []payload) (*software, e
 			key  uint64
 			size int
 		}{{&s.pushes, uint64(2 * i), p.push}, {&s.pulls, uint64(2*i + 1), p.pull}, {&s.answers, uint64(2*i + 1), p.pull}} {
-			b, err := alloc(worker.Backend(), x.size)
+			b, t, err := newTensor(worker.Backend(), x.key, x.size)
 			if err != nil {
 				return nil, err
 			}
 			fill(b)
-			t, err := af.FromBytes(b, af.Uint8, int64(x.size))
-			if err != nil {
-				return nil, err
-			}
-			*x.to = append(*x.to, []af.KeyTensor{{Key: x.key, Val: t}})
+			*x.to = append(*x.to, []af.KeyTensor{t})
 		}
 	}
 	srv, err := af.NewServer(server, af.ServerOptions{})

@@ -33,6 +33,19 @@ func summarize(ns []int64) quantiles {
 	return quantiles{P50: at(0.50), P90: at(0.90), P99: at(0.99), Max: float64(ns[len(ns)-1]) / 1e3, Mean: sum / float64(len(ns)) / 1e3}
 }
 
+// timed makes n calls, one after the other, and returns the nanoseconds of each.
+func timed(n int, call func(i int) error) ([]int64, error) {
+	ns := make([]int64, n)
+	for i := range ns {
+		start := time.Now()
+		if err := call(i); err != nil {
+			return nil, err
+		}
+		ns[i] = int64(time.Since(start))
+	}
+	return ns, nil
+}
+
 // blocks returns the number of calls of each block. The first block is the warm-up; the others have iters calls
 // together.
 func blocks(iters, rounds int) []int {

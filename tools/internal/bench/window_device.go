@@ -64,7 +64,7 @@ func measureWindowGPU(c *cli.Context, workers ranks, at place, size int) (*windo
 	if iters == 0 {
 		iters = min(max(8<<30/(size+1<<20), 100), 4000)
 	}
-	r := &windowGPUReport{Van: c.String("van"), Device: at.device(), GPUs: at.gpus, Note: at.note(), Bytes: size, Iters: iters, Checked: true}
+	r := &windowGPUReport{Van: c.String("van"), Device: deviceOf(at.gpus), GPUs: at.gpus, Note: at.note(), Bytes: size, Iters: iters, Checked: true}
 	var trips, ways, streams, floors, ahead []int64
 	for block, n := range blocks(iters, c.Int("rounds")) {
 		var got [4][]answer
