@@ -136,16 +136,9 @@ const lookupTime = 5 * time.Second
 
 // resolve turns a host name into a numeric IPv4 address, or IPv6 if it has no other. An address is not looked up.
 func resolve(ctx context.Context, host string) (string, error) {
-	if ip := net.ParseIP(host); ip != nil {
-		return ip.String(), nil
-	}
 	ctx, cancel := context.WithTimeout(ctx, lookupTime)
 	defer cancel()
-	all, err := net.DefaultResolver.LookupNetIP(ctx, "ip", host)
-	if err != nil {
-		return "", err
-	}
-	addr, err := hostaddr.Choose(all)
+	addr, err := hostaddr.Resolve(ctx, "ip", host)
 	if err != nil {
 		return "", err
 	}

@@ -1,8 +1,10 @@
 package hostaddr
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"strings"
 )
@@ -55,6 +57,19 @@ func Choose(all []netip.Addr) (netip.Addr, error) {
 		return other, errors.New("it has no address")
 	}
 	return other, fmt.Errorf("it has the address %s: %w", all[0].Unmap(), errNoHost)
+}
+
+// Resolve returns the address of a host. If host is a name, the name service lists its addresses, of which Choose
+// selects one. network is ip4, or ip for both versions.
+func Resolve(ctx context.Context, network, host string) (netip.Addr, error) {
+	if a, err := netip.ParseAddr(host); err == nil {
+		return a.Unmap(), nil
+	}
+	all, err := net.DefaultResolver.LookupNetIP(ctx, network, host)
+	if err != nil {
+		return netip.Addr{}, err
+	}
+	return Choose(all)
 }
 
 // isNumber reports whether the last part of host is a decimal, octal or hexadecimal number. No host name ends with a

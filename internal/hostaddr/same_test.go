@@ -72,3 +72,13 @@ func TestChoose(t *testing.T) {
 		}
 	}
 }
+
+// TestResolve: an address is not looked up, and is IPv4 if it can be.
+func TestResolve(t *testing.T) {
+	for host, want := range map[string]string{"10.0.0.1": "10.0.0.1", "::ffff:10.0.0.1": "10.0.0.1", "fd00::1": "fd00::1", "no.such.host.invalid": ""} {
+		got, err := Resolve(t.Context(), "ip4", host)
+		if (err != nil) != (want == "") || err == nil && got.String() != want {
+			t.Errorf("%s: %v, %v; want %q", host, got, err, want)
+		}
+	}
+}

@@ -5,12 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
-	"net/netip"
 	"os"
 
 	"github.com/urfave/cli/v2"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/choose"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
@@ -52,7 +51,7 @@ func newRDMARun(ctx context.Context, host string) (*rdmaRun, error) {
 		ask.Interface = ""
 	}
 	if host != "" {
-		if ask.Host, err = lookup(ctx, host); err != nil {
+		if ask.Host, err = hostaddr.Resolve(ctx, "ip4", host); err != nil {
 			return nil, fmt.Errorf("bench: host %q: %w", host, err)
 		}
 	}
@@ -61,15 +60,6 @@ func newRDMARun(ctx context.Context, host string) (*rdmaRun, error) {
 		return nil, fmt.Errorf("bench: --van ibverbs: %w", err)
 	}
 	return &rdmaRun{at: at}, nil
-}
-
-// lookup returns the IPv4 address of a host.
-func lookup(ctx context.Context, host string) (netip.Addr, error) {
-	all, err := net.DefaultResolver.LookupNetIP(ctx, "ip4", host)
-	if err != nil {
-		return netip.Addr{}, err
-	}
-	return all[0].Unmap(), nil
 }
 
 // perfFigures are the results of perftest; 0 means not measured.

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
-	"net"
 	"net/netip"
 	"os"
 	"runtime"
@@ -99,14 +98,7 @@ func libzmq() string {
 
 // Resolve returns the IPv4 address of a host, from this host's name service.
 func Resolve(ctx context.Context, host string) (netip.Addr, error) {
-	if a, err := netip.ParseAddr(host); err == nil {
-		return a.Unmap(), nil
-	}
-	all, err := net.DefaultResolver.LookupNetIP(ctx, "ip4", host)
-	if err != nil {
-		return netip.Addr{}, err
-	}
-	return hostaddr.Choose(all)
+	return hostaddr.Resolve(ctx, "ip4", host)
 }
 
 func open(name string) error {

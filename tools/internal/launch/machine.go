@@ -19,23 +19,19 @@ import (
 )
 
 // Address is an IPv4 address of this machine.
-type Address struct {
-	Interface, IP string
-	Loopback, Up  bool
-}
+type Address struct{ Interface, IP string }
 
 // Machine is the hardware and network that a plan may use. Detect fills it in; tests fill it in by hand.
 type Machine struct {
-	Addresses []Address
+	hostaddr.Host
 	GPUs      int  // CUDA devices that may be used
 	GPUBuild  bool // this build has a GPU backend
 	RDMA      bool // there is an RDMA device
 	RDMABuild bool // this build has the ibverbs transport
 	Cores     int  // of the machine
 
-	// Toward returns the address of this machine from which packets to a host leave, or the zero Address if there is
-	// none.
-	Toward func(host string) Address
+	// Resolve returns the IPv4 address of a host.
+	Resolve func(ctx context.Context, host string) (netip.Addr, error)
 	// Free returns the reason why a node cannot listen at a port of an address of this machine, or nil.
 	Free func(host string, port int) error
 }
@@ -43,42 +39,31 @@ type Machine struct {
 // Detect describes this machine.
 func Detect(lookup func(string) (string, bool), cores int) *Machine {
 	devices, _ := os.ReadDir("/sys/class/infiniband") // without the directory there are no devices
-	m := &Machine{
+	return &Machine{
+		Host:      hostaddr.This(),
 		GPUs:      countGPUs(lookup),
 		GPUBuild:  slices.Contains(backend.Names(), "GPU"),
 		RDMA:      len(devices) > 0,
 		RDMABuild: slices.Contains(van.Transports(), "ibverbs"),
 		Cores:     cores,
+		Resolve:   func(ctx context.Context, host string) (netip.Addr, error) { return hostaddr.Resolve(ctx, "ip4", host) },
 		Free:      free,
 	}
-	here := hostaddr.This() // without interfaces the machine has no addresses
-	for _, i := range here.Interfaces {
-		for _, a := range i.Addrs {
-			if a.Is4() {
-				m.Addresses = append(m.Addresses, Address{Interface: i.Name, IP: a.String(), Loopback: i.Loopback, Up: i.Up})
-			}
-		}
-	}
-	m.Toward = func(host string) Address { return m.toward(here, host) }
-	return m
 }
 
 // lookupTime limits the resolution of a scheduler's name.
 const lookupTime = 5 * time.Second
 
-// toward returns the address of this machine from which packets to host leave. here describes this machine.
-func (m *Machine) toward(here hostaddr.Host, host string) Address {
+// toward returns the address of this machine from which packets to host leave, or the zero Address if there is none.
+func (m *Machine) toward(host string) Address {
 	ctx, cancel := context.WithTimeout(context.Background(), lookupTime)
 	defer cancel()
-	all, err := net.DefaultResolver.LookupNetIP(ctx, "ip4", host)
-	if err != nil || len(all) == 0 {
+	dest, err := m.Resolve(ctx, host)
+	if err != nil {
 		return Address{}
 	}
-	addr, _, ok := here.Toward(all[0].Unmap())
-	if !ok {
-		return Address{}
-	}
-	return m.first(func(a Address) bool { return a.IP == addr.String() })
+	addr, _, _ := m.Toward(dest)
+	return m.at(addr.String())
 }
 
 func countGPUs(lookup func(string) (string, bool)) int {
@@ -107,27 +92,32 @@ func free(host string, port int) error {
 
 // on returns the address of an interface with exactly this name, the zero Address if there is none.
 func (m *Machine) on(name string) Address {
-	return m.first(func(a Address) bool { return a.Interface == name })
+	return m.first(func(i hostaddr.Interface, _ netip.Addr) bool { return i.Name == name })
+}
+
+// at returns the address ip, the zero Address if no interface has it.
+func (m *Machine) at(ip string) Address {
+	return m.first(func(_ hostaddr.Interface, a netip.Addr) bool { return a.String() == ip })
 }
 
 func (m *Machine) loopback() Address {
-	return cmp.Or(m.first(func(a Address) bool { return a.Loopback }), Address{Interface: "lo", IP: "127.0.0.1", Loopback: true})
+	return cmp.Or(m.first(func(i hostaddr.Interface, _ netip.Addr) bool { return i.Loopback }), Address{"lo", "127.0.0.1"})
 }
 
-// outer returns the first address that other machines may reach, or the zero Address. Link-local addresses and
-// addresses of container bridges come last.
+// outer returns the address that other machines may reach, the zero Address if there is none.
 func (m *Machine) outer() Address {
-	inner := func(a Address) bool {
-		ip, err := netip.ParseAddr(a.IP)
-		return err == nil && hostaddr.Inner(a.Interface, ip)
-	}
-	return cmp.Or(m.first(func(a Address) bool { return !a.Loopback && a.Up && !inner(a) }), m.first(func(a Address) bool { return !a.Loopback && a.Up }))
+	addr, _ := m.First()
+	return m.at(addr.String())
 }
 
-// first returns the first address that fits, or the zero Address.
-func (m *Machine) first(fits func(Address) bool) Address {
-	if i := slices.IndexFunc(m.Addresses, fits); i >= 0 {
-		return m.Addresses[i]
+// first returns the first IPv4 address that fits, or the zero Address.
+func (m *Machine) first(fits func(hostaddr.Interface, netip.Addr) bool) Address {
+	for _, i := range m.Interfaces {
+		for _, a := range i.Addrs {
+			if a.Is4() && fits(i, a) {
+				return Address{i.Name, a.String()}
+			}
+		}
 	}
 	return Address{}
 }
@@ -135,13 +125,14 @@ func (m *Machine) first(fits func(Address) bool) Address {
 // list returns the names of the interfaces, for an error.
 func (m *Machine) list() string {
 	var l []string
-	for _, a := range m.Addresses {
-		l = append(l, a.Interface+" ("+a.IP+")")
+	for _, i := range m.Interfaces {
+		for _, a := range i.Addrs {
+			if a.Is4() {
+				l = append(l, i.Name+" ("+a.String()+")")
+			}
+		}
 	}
-	if l == nil {
-		return "none with an IPv4 address"
-	}
-	return strings.Join(l, ", ")
+	return cmp.Or(strings.Join(l, ", "), "none with an IPv4 address")
 }
 
 // noGPU returns the reason why no GPU can be used, or "".

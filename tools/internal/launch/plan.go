@@ -224,8 +224,8 @@ func (p *planner) address() error {
 	if own == (Address{}) && s.Part.local() && p.chosen != "ibverbs" {
 		own = p.m.loopback()
 	}
-	if own == (Address{}) && s.Host != "" && p.m.Toward != nil {
-		own = p.m.Toward(s.Host)
+	if own == (Address{}) && s.Host != "" && p.m.Resolve != nil {
+		own = p.m.toward(s.Host)
 	}
 	p.own = cmp.Or(own, p.m.outer(), p.m.loopback())
 	s.Host = cmp.Or(s.Host, p.own.IP)
@@ -236,7 +236,7 @@ func isLoopback(host string) bool { return host == "localhost" || net.ParseIP(ho
 
 // named returns an address that the user has given.
 func (p *planner) named(host string) Address {
-	return cmp.Or(p.m.first(func(a Address) bool { return a.IP == host }), Address{Interface: "host", IP: host})
+	return cmp.Or(p.m.at(host), Address{"host", host})
 }
 
 // The ports that are tried: from a default port upwards, else random ports below the range that kernels assign to

@@ -1,8 +1,8 @@
 package launch
 
 import (
+	"context"
 	"errors"
-	"net"
 	"net/netip"
 	"os"
 	"slices"
@@ -12,6 +12,7 @@ import (
 
 	"github.com/urfave/cli/v2"
 
+	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -19,25 +20,33 @@ import (
 
 // Machines of the plans.
 func laptop() *Machine {
-	return &Machine{Cores: 8, Free: anyPort, Addresses: []Address{{"lo", "127.0.0.1", true, true}}}
+	return &Machine{Cores: 8, Free: anyPort, Host: host("lo", "127.0.0.1")}
 }
 
 func bigNode() *Machine {
-	return &Machine{Cores: 192, GPUs: 8, GPUBuild: true, RDMA: true, RDMABuild: true, Free: anyPort, Addresses: []Address{
-		{"lo", "127.0.0.1", true, true}, {"eth0", "192.0.2.1", false, true}, {"bond0", "192.0.2.2", false, true}}}
+	return &Machine{Cores: 192, GPUs: 8, GPUBuild: true, RDMA: true, RDMABuild: true, Free: anyPort,
+		Host: host("lo", "127.0.0.1", "eth0", "192.0.2.1", "bond0", "192.0.2.2")}
 }
 
 // between has docker's bridge and a link-local address before the interface with the route to 10.77.0.1.
 func between() *Machine {
-	m := &Machine{Cores: 8, Free: anyPort, Addresses: []Address{{"lo", "127.0.0.1", true, true}, {"docker0", "172.17.0.1", false, true},
-		{"eth1", "169.254.1.1", false, true}, {"eth2", "10.88.0.2", false, true}, {"eth3", "10.77.0.2", false, true}}}
-	m.Toward = func(host string) Address {
-		if host == "10.77.0.1" {
-			return m.Addresses[4]
+	m := &Machine{Cores: 8, Free: anyPort, Host: host("lo", "127.0.0.1", "docker0", "172.17.0.1", "eth1", "169.254.1.1", "eth2", "10.88.0.2", "eth3", "10.77.0.2")}
+	m.Resolve = func(_ context.Context, host string) (netip.Addr, error) { return netip.ParseAddr(host) }
+	m.Source = func(dest netip.Addr) (netip.Addr, error) {
+		if dest.String() == "10.77.0.1" {
+			return netip.MustParseAddr("10.77.0.2"), nil
 		}
-		return Address{}
+		return netip.Addr{}, errors.New("no route")
 	}
 	return m
+}
+
+// host has interfaces that are up, each with one address.
+func host(namesAndAddrs ...string) (h hostaddr.Host) {
+	for x := range slices.Chunk(namesAndAddrs, 2) {
+		h.Interfaces = append(h.Interfaces, hostaddr.Interface{Name: x[0], Addrs: []netip.Addr{netip.MustParseAddr(x[1])}, Up: true, Loopback: x[0] == "lo"})
+	}
+	return h
 }
 
 func anyPort(string, int) error { return nil }
@@ -294,39 +303,28 @@ func TestClusterName(t *testing.T) {
 	}
 }
 
-// TestDetectAddresses: the addresses of this machine have the flags that the kernel gives their interfaces.
+// TestDetectAddresses: this machine has its own addresses, and each leads to itself.
 func TestDetectAddresses(t *testing.T) {
 	m := Detect(func(string) (string, bool) { return "", false }, 1)
-	real, err := net.Interfaces()
-	if err != nil {
-		t.Fatal(err)
-	}
-	var want []Address
-	for _, i := range real {
-		addrs, err := i.Addrs()
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, a := range addrs {
-			if p, err := netip.ParsePrefix(a.String()); err == nil && p.Addr().Is4() {
-				flags := i.Flags.String()
-				want = append(want, Address{i.Name, p.Addr().String(), strings.Contains(flags, "loopback"), strings.HasPrefix(flags, "up")})
+	for _, i := range m.Interfaces {
+		for _, a := range i.Addrs {
+			if !a.Is4() {
+				continue
+			}
+			want := Address{i.Name, a.String()}
+			if got := m.toward(want.IP); i.Up && got != want || m.at(want.IP) != want || !strings.Contains(m.list(), i.Name+" ("+want.IP+")") {
+				t.Errorf("toward %s: %+v; this machine has %s", want.IP, got, m.list())
 			}
 		}
 	}
-	if !slices.Equal(m.Addresses, want) {
-		t.Errorf("addresses %+v, want %+v", m.Addresses, want)
+	if got := m.loopback(); got != (Address{"lo", "127.0.0.1"}) {
+		t.Errorf("loopback: %+v", got)
 	}
-	for _, a := range m.Addresses {
-		if a.Loopback != strings.HasPrefix(a.IP, "127.") {
-			t.Errorf("%+v: a loopback address is of a loopback interface, and no other", a)
-		}
-		if got := m.Toward(a.IP); a.Up && got.IP != a.IP {
-			t.Errorf("toward %s: %+v", a.IP, got)
-		}
-	}
-	if got := m.Toward("no.such.host.invalid"); got != (Address{}) {
+	if got := m.toward("no.such.host.invalid"); got != (Address{}) {
 		t.Errorf("toward a name without an address: %+v", got)
+	}
+	if got := new(Machine).list(); got != "none with an IPv4 address" {
+		t.Errorf("without interfaces: %s", got)
 	}
 }
 
