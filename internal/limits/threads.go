@@ -198,22 +198,20 @@ func (p process) ofUser() (n uint64) {
 	all, _ := filepath.Glob(p.root + "/proc/[0-9]*/status")
 	for _, name := range all {
 		text, _ := os.ReadFile(name)
-		if field(string(text), "Uid:") == uint64(p.uid) {
-			n += field(string(text), "Threads:")
+		if field(string(text), "Uid:", 10) == uint64(p.uid) {
+			n += field(string(text), "Threads:", 10)
 		}
 	}
 	return n
 }
 
 // field returns the first number after a name in a file like /proc/self/status, or 0.
-func field(text, name string) uint64 {
-	for line := range strings.Lines(text) {
-		if rest, ok := strings.CutPrefix(line, name); ok {
-			if f := strings.Fields(rest); len(f) > 0 {
-				n, _ := strconv.ParseUint(f[0], 10, 64)
-				return n
-			}
-		}
+func field(text, name string, base int) uint64 {
+	_, rest, _ := strings.Cut("\n"+text, "\n"+name)
+	line, _, _ := strings.Cut(rest, "\n")
+	if f := strings.Fields(line); len(f) > 0 {
+		n, _ := strconv.ParseUint(f[0], base, 64)
+		return n
 	}
 	return 0
 }
@@ -232,7 +230,7 @@ func (p process) space() (rooms []Room, stack uint64) {
 		{unix.RLIMIT_DATA, "RLIMIT_DATA", "VmData:", "ulimit -d unlimited (limits.conf: data; systemd: LimitDATA=infinity)"},
 	} {
 		if most := p.rlimit(x.which); most != NoLimit {
-			rooms = append(rooms, Room{x.name, field(status, x.used) << 10, most, x.raise + ", or smaller stacks: ulimit -s"})
+			rooms = append(rooms, Room{x.name, field(status, x.used, 10) << 10, most, x.raise + ", or smaller stacks: ulimit -s"})
 		}
 	}
 	return rooms, stack
@@ -262,15 +260,6 @@ const (
 
 // capable reports whether this process has a capability.
 func capable(number int) bool {
-	text, err := os.ReadFile("/proc/self/status")
-	if err != nil {
-		return false
-	}
-	for line := range strings.Lines(string(text)) {
-		if s, ok := strings.CutPrefix(line, "CapEff:"); ok {
-			caps, err := strconv.ParseUint(strings.TrimSpace(s), 16, 64)
-			return err == nil && caps>>number&1 == 1
-		}
-	}
-	return false
+	text, _ := os.ReadFile("/proc/self/status")
+	return field(string(text), "CapEff:", 16)>>number&1 == 1
 }
