@@ -54,7 +54,7 @@ func (id *connID) Connect(p verbs.ConnParam) error {
 		switch {
 		case id.removed || id.state != connecting:
 		case n.cuts.has(id.local.Addr(), id.remote.Addr()):
-			id.failAfterTimeout(verbs.Unreachable, connecting)
+			id.failAfterTimeout(connecting)
 		default:
 			id.request()
 		}
@@ -62,11 +62,11 @@ func (id *connID) Connect(p verbs.ConnParam) error {
 	return nil
 }
 
-// failAfterTimeout makes id fail after Config.Unreachable if it is still in state at.
-func (id *connID) failAfterTimeout(t verbs.EventType, at idState) {
+// failAfterTimeout makes id fail with Unreachable after Config.Unreachable if it is still in state at.
+func (id *connID) failAfterTimeout(at idState) {
 	id.net.schedule.after(id.net.cfg.Unreachable, func() {
 		if id.state == at && !id.removed {
-			id.fail(t, timedOut)
+			id.fail(verbs.Unreachable, timedOut)
 		}
 	})
 }
@@ -125,8 +125,8 @@ func (id *connID) Accept(p verbs.ConnParam) error {
 	id.qp.start(to.qp, to.param)
 	id.stack.toPeers(func() {
 		if n.cuts.has(id.local.Addr(), id.remote.Addr()) {
-			id.failAfterTimeout(verbs.Unreachable, accepting)
-			to.failAfterTimeout(verbs.Unreachable, connecting)
+			id.failAfterTimeout(accepting)
+			to.failAfterTimeout(connecting)
 			return
 		}
 		to.ch.push(to, verbs.Event{Type: verbs.Established, Private: padded(p.Private, verbs.MaxAcceptData)}, func() { to.establish(id) }, nil)
@@ -146,7 +146,7 @@ func (id *connID) establish(to *connID) {
 	}
 	if to.state == accepting && !to.removed {
 		if id.net.cuts.has(id.local.Addr(), to.local.Addr()) {
-			to.failAfterTimeout(verbs.Unreachable, accepting)
+			to.failAfterTimeout(accepting)
 		} else {
 			to.state = connected
 			to.ch.push(to, verbs.Event{Type: verbs.Established}, nil, nil)
@@ -173,7 +173,7 @@ func (id *connID) Reject(private []byte) error {
 	n.trace.cm(id, EventReject, &verbs.ConnParam{Private: private})
 	id.stack.toPeers(func() {
 		if n.cuts.has(id.local.Addr(), id.remote.Addr()) {
-			id.peer.failAfterTimeout(verbs.Unreachable, id.peer.state)
+			id.peer.failAfterTimeout(id.peer.state)
 		} else {
 			id.peer.rejected(statusConsumer, private)
 		}
@@ -283,7 +283,7 @@ func (id *connID) destroyed(state idState, tell bool) {
 		case p.state == accepting && tell:
 			p.rejected(statusConsumer, nil)
 		case p.state == accepting:
-			p.failAfterTimeout(verbs.Unreachable, accepting)
+			p.failAfterTimeout(accepting)
 		case p.state == requested && tell:
 			p.rejected(statusTimeout, nil)
 		}
@@ -292,7 +292,7 @@ func (id *connID) destroyed(state idState, tell bool) {
 			if tell {
 				p.rejected(statusConsumer, nil)
 			} else {
-				p.failAfterTimeout(verbs.Unreachable, connecting)
+				p.failAfterTimeout(connecting)
 			}
 		}
 	default:

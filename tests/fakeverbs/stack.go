@@ -3,7 +3,6 @@ package fakeverbs
 // This file owns the calls of a Stack and of its channels.
 
 import (
-	"cmp"
 	"fmt"
 	"slices"
 	"syscall"
@@ -52,7 +51,7 @@ func (s *Stack) leaks() []string {
 			}
 		}
 	}
-	slices.SortFunc(all, cmp.Compare[string])
+	slices.Sort(all)
 	return all
 }
 

@@ -76,9 +76,7 @@ func closeWhileBusy(w *world) {
 			})
 		}
 	}
-	busy := make(chan struct{})
-	go func() { carrying.Wait(); close(busy) }()
-	w.wait(busy, "traffic")
+	w.waitAll(&carrying, "traffic")
 	var closers sync.WaitGroup
 	for i, n := range nodes {
 		closers.Go(func() {

@@ -205,9 +205,7 @@ func done(w *world) {
 		worker.must(m)
 		dones = append(dones, c)
 	}
-	arrived := make(chan struct{})
-	go func() { all.Wait(); close(arrived) }()
-	w.wait(arrived, "arrival of all messages")
+	w.waitAll(&all, "arrival of all messages")
 	if b := bad.Load(); b > 0 {
 		w.Errorf("%d of %d values changed: Done came before the transport was done", b, n)
 	}
@@ -274,9 +272,7 @@ func holders(w *world) {
 		sent = append(sent, h)
 	}
 	close(read)
-	arrived := make(chan struct{})
-	go func() { all.Wait(); close(arrived) }()
-	w.wait(arrived, "arrival of all messages")
+	w.waitAll(&all, "arrival of all messages")
 	if b := bad.Load(); b > 0 {
 		w.Errorf("%d of %d values changed: the transport has used memory that it had not retained", b, n)
 	}

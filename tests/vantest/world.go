@@ -302,6 +302,14 @@ func (w *world) timeout() <-chan time.Time {
 	return w.expiry
 }
 
+// waitAll waits for all of g.
+func (w *world) waitAll(g *sync.WaitGroup, what string) {
+	w.Helper()
+	done := make(chan struct{})
+	go func() { g.Wait(); close(done) }()
+	w.wait(done, what)
+}
+
 // wait waits for c.
 func (w *world) wait(c <-chan struct{}, what string) {
 	w.Helper()

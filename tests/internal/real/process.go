@@ -3,6 +3,7 @@ package real
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -229,7 +230,7 @@ func (p *Process) event(e Event) {
 		p.c.note("%s is told that it is out: %s", p, e.Text)
 		p.change(func(s *State) { s.Fenced = e.Text })
 	case left:
-		p.c.note("%s ends: %s", p, or(e.Text, "well"))
+		p.c.note("%s ends: %s", p, cmp.Or(e.Text, "well"))
 		if l := e.After.beyond(e.Before); l != "" {
 			p.c.wrong("%s has left descriptors open: %s; it had %v before it started, and has %v", p, l, e.Before, e.After)
 		}
@@ -246,13 +247,6 @@ func (p *Process) event(e Event) {
 			done <- e
 		}
 	}
-}
-
-func or(s, other string) string {
-	if s == "" {
-		return other
-	}
-	return s
 }
 
 // Kill ends the process as a crash would.

@@ -1,6 +1,7 @@
 package real
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -78,7 +79,7 @@ func (p *Process) Spin(d time.Duration) error {
 	case e, ok := <-done:
 		switch {
 		case !ok || e.Text != "":
-			return fmt.Errorf("%s: spin: %s", p, or(e.Text, "the process has ended"))
+			return fmt.Errorf("%s: spin: %s", p, cmp.Or(e.Text, "the process has ended"))
 		case e.ID > int(d/2/tickTime):
 			return fmt.Errorf("%s: its clock has gone on by %d in %s: other goroutines have run", p, e.ID, time.Since(began))
 		}

@@ -111,13 +111,7 @@ func (c *cluster) factory(p *proc) van.Factory {
 			return c.fabric.newVan(p, o)
 		}
 		v := c.net.newNode(p.who, p.name, p.host, o)
-		c.mu.Lock()
-		p.van = v
-		dead := p.dead
-		c.mu.Unlock()
-		if dead {
-			v.kill(false)
-		}
+		p.opened(v)
 		return v, nil
 	}
 	if c.plan.Cluster.IsForeign(p.who) {
@@ -388,12 +382,7 @@ func (c *cluster) holderLocked(p *proc) *proc {
 		return nil
 	}
 	for _, o := range slices.Backward(c.procs) {
-		if o == p || o.who != p.who || o.dead || o.frozen {
-			continue
-		}
-		select {
-		case <-o.started:
-		default:
+		if o == p || o.who != p.who || o.dead || o.frozen || !isClosed(o.started) {
 			continue
 		}
 		if n := o.node.Load(); o.err == nil && n != nil && n.Alive() == nil {

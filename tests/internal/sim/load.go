@@ -64,10 +64,7 @@ type tensors struct {
 const untouched = 0xee
 
 func (p *proc) newTensors(l *plan.Load) *tensors {
-	size, pushes, pulls := l.Size, max(l.Pushes, 1), max(l.Pulls, 1)
-	if size == 0 {
-		size = defaultSize
-	}
+	size, pushes, pulls := cmp.Or(l.Size, defaultSize), max(l.Pushes, 1), max(l.Pulls, 1)
 	if p.keyValue != nil {
 		return p.newPairs(size, pushes, pulls)
 	}
@@ -131,20 +128,16 @@ func (p *proc) run(l *plan.Load, number int, stop <-chan struct{}) {
 		}
 	}()
 	for n := 0; l.Rounds == 0 || n < l.Rounds; n++ {
-		select {
-		case <-stop:
+		if isClosed(stop) {
 			return
-		default:
 		}
 		// Never at once and never at the same time as another process.
 		wait := l.Every.D() + s.at(uint64(n)).upTo(l.Every.D()/4+50*time.Microsecond)
 		if !p.pause(wait) {
 			return
 		}
-		select {
-		case <-stop:
+		if isClosed(stop) {
 			return
-		default:
 		}
 		if l.Barrier > 0 && n%l.Barrier == l.Barrier-1 {
 			for len(flying) > 0 {

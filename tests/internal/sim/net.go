@@ -329,8 +329,7 @@ func (c *conn) giveUp() {
 	c.state = ended
 	c.attempt++
 	for _, p := range c.pending {
-		p.sent()
-		p.free()
+		p.drop()
 	}
 	c.pending = nil
 }
@@ -381,8 +380,7 @@ func (c *conn) sendControl(due func(*packet) bool) {
 	})
 	for _, p := range all {
 		if c.state == leaving || c.state == ended || c.from.dead {
-			p.sent()
-			p.free()
+			p.drop()
 		} else {
 			c.forward(p)
 		}
@@ -427,8 +425,7 @@ func (f *flow) send(p *packet) {
 		if s.of("loss").chance(t.Loss) {
 			n.noteMsg(f.name(), "lost", &p.msg)
 			f.bytes -= p.size
-			p.sent()
-			p.free()
+			p.drop()
 			return
 		}
 		if s.of("twice").chance(t.Duplicate) {
@@ -473,14 +470,9 @@ func (f *flow) arrive(p *packet) {
 	_, to := f.ends()
 	switch {
 	case f.c.fwd != f && f.c.back != f: // it broke meanwhile
-		p.sent()
-		p.free()
-	case to.dead && !to.ghost:
-		p.sent()
-		p.free()
-	case to.ghost:
-		p.sent() // its kernel has taken it
-		p.free()
+		p.drop()
+	case to.dead || to.ghost: // the kernel of a ghost has taken it
+		p.drop()
 	case f.backsOff() || to.frozen || len(f.stalled) > 0:
 		f.stalled = append(f.stalled, p)
 	default:
@@ -505,8 +497,7 @@ func (f *flow) take(p *packet) {
 	}
 	if p.lent && p.gone {
 		n.noteMsg(f.name(), "given up", &p.msg)
-		p.sent()
-		p.free()
+		p.drop()
 		n.mu.Unlock()
 		return
 	}
@@ -544,8 +535,7 @@ func (f *flow) finish() bool {
 // drop drops the messages in flight. mu is held.
 func (f *flow) drop() {
 	for _, p := range f.stalled {
-		p.sent()
-		p.free()
+		p.drop()
 	}
 	f.stalled = nil
 	f.bytes = 0

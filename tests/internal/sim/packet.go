@@ -114,6 +114,12 @@ func (p *packet) free() {
 	}
 }
 
+// drop ends a packet that is lost: the sender has its memory back.
+func (p *packet) drop() {
+	p.sent()
+	p.free()
+}
+
 // adopt makes it a received message.
 func (p *packet) adopt() { p.msg.Adopt(postman{}, unsafe.Pointer(p)) }
 

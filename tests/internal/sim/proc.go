@@ -68,6 +68,17 @@ type transport interface {
 	held() int64
 }
 
+// opened gives p its van, or ends the van if p was killed meanwhile.
+func (p *proc) opened(v transport) {
+	p.c.mu.Lock()
+	p.van = v
+	dead := p.dead
+	p.c.mu.Unlock()
+	if dead {
+		v.kill(false)
+	}
+}
+
 // startLinger is how long a node whose start timed out lets its last messages leave.
 const startLinger = 2 * time.Second
 

@@ -111,13 +111,7 @@ func (f *fabric) newVan(p *proc, o van.Options) (van.Van, error) {
 	}
 	f.mu.Unlock()
 	v := &rdmaVan{Van: rdma.NewOn(s, o), f: f, p: p, stack: s}
-	f.c.mu.Lock()
-	p.van = v
-	dead := p.dead
-	f.c.mu.Unlock()
-	if dead {
-		v.kill(false)
-	}
+	p.opened(v)
 	return v, nil
 }
 

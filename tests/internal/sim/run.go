@@ -283,12 +283,7 @@ func (c *cluster) recover() {
 		p := c.current[n]
 		gone := p.dead
 		c.mu.Unlock()
-		select {
-		case <-p.started:
-			gone = gone || p.err != nil
-		default:
-		}
-		if !gone {
+		if !gone && (!isClosed(p.started) || p.err == nil) {
 			continue
 		}
 		if p = c.start(n, false, nil); n == "scheduler" {
@@ -306,14 +301,12 @@ func (c *cluster) recover() {
 		case <-p.started:
 		case <-time.After(c.startLimit() + startLinger + 2*slack):
 		}
-		select {
-		case <-p.started:
-			if p.err != nil {
-				c.check.fail("not replaced", "%s has not started although all faults are over: %v", p.name, p.err)
-				return
-			}
-		default:
+		if !isClosed(p.started) {
 			return // noted
+		}
+		if p.err != nil {
+			c.check.fail("not replaced", "%s has not started although all faults are over: %v", p.name, p.err)
+			return
 		}
 	}
 	time.Sleep(c.plan.End.Settle.Or(defaultSettle))
@@ -332,17 +325,7 @@ func (c *cluster) recover() {
 
 // complete tells whether every node has a process that has started.
 func (c *cluster) complete() bool {
-	for _, p := range c.members("all") {
-		select {
-		case <-p.started:
-			if p.err != nil {
-				return false
-			}
-		default:
-			return false
-		}
-	}
-	return true
+	return !slices.ContainsFunc(c.members("all"), func(p *proc) bool { return !isClosed(p.started) || p.err != nil })
 }
 
 // works tells whether all workers' calls and a barrier of all succeed.
@@ -355,10 +338,7 @@ func (c *cluster) works() bool {
 			return false
 		}
 	}
-	rounds := c.plan.End.Rounds
-	if rounds == 0 {
-		rounds = defaultRounds
-	}
+	rounds := cmp.Or(c.plan.End.Rounds, defaultRounds)
 	c.net.note("END", "everybody works")
 	phase := c.at()
 	l := &plan.Load{Every: plan.Duration(time.Millisecond), Rounds: rounds, Limit: plan.Duration(10 * time.Second)}

@@ -73,8 +73,7 @@ func Parse(file string, b []byte) (*Plan, error) {
 	p := &Plan{}
 	if err := d.Decode(p); err != nil {
 		line := 1 + bytes.Count(b[:min(int(d.InputOffset()), len(b))], []byte("\n"))
-		var syntax *json.SyntaxError
-		if errors.As(err, &syntax) {
+		if syntax, ok := errors.AsType[*json.SyntaxError](err); ok {
 			line = 1 + bytes.Count(b[:min(int(syntax.Offset), len(b))], []byte("\n"))
 		}
 		return nil, fmt.Errorf("%s:%d: %w", file, line, err)
@@ -83,8 +82,7 @@ func Parse(file string, b []byte) (*Plan, error) {
 		return nil, fmt.Errorf("%s: something follows the plan", file)
 	}
 	if err := p.Check(); err != nil {
-		var f *FieldError
-		if errors.As(err, &f) {
+		if f, ok := errors.AsType[*FieldError](err); ok {
 			f.File = file
 		}
 		return nil, err
@@ -103,15 +101,12 @@ const (
 func (p *Plan) Check() error {
 	c := &checker{p: p}
 	c.plan()
-	if c.err == nil {
-		return nil
-	}
 	return c.err
 }
 
 type checker struct {
 	p   *Plan
-	err *FieldError
+	err error // a *FieldError
 }
 
 // need notes that field makes no sense unless ok.

@@ -207,12 +207,7 @@ type Duration time.Duration
 func (d Duration) D() time.Duration { return time.Duration(d) }
 
 // Or is d, or def if it is 0.
-func (d Duration) Or(def time.Duration) time.Duration {
-	if d == 0 {
-		return def
-	}
-	return time.Duration(d)
-}
+func (d Duration) Or(def time.Duration) time.Duration { return cmp.Or(d.D(), def) }
 
 // UnmarshalJSON reads the format of time.ParseDuration.
 func (d *Duration) UnmarshalJSON(b []byte) error {
