@@ -172,33 +172,6 @@ func TestBenchmark(t *testing.T) {
 	}
 }
 
-// All ways of bringing everything to all servers bring it, whole.
-func TestGatherOverlap(t *testing.T) {
-	for _, x := range []struct{ workers, servers, ipc int }{{2, 2, 1}, {1, 2, 0}} {
-		t.Run(fmt.Sprintf("%dx%d ipc %d", x.workers, x.servers, x.ipc), func(t *testing.T) {
-			t.Parallel()
-			c := newCluster(t, x.workers, x.servers, 1)
-			// A push comes to memory that was read before the worker was answered, which the race detector
-			// cannot see: the order is made by another process. The program checks the bytes.
-			c.setenv(fmt.Sprintf("BYTEPS_ENABLE_IPC=%d", x.ipc), "GORACE=exitcode=0 log_path=/dev/null")
-			c.program("gather_overlap")
-			c.args = []string{"-sizes", "768,393216", "-calls", "2", "-rounds", "1", "-pieces", "2"}
-			c.start()
-			c.mustSucceed()
-			lines := c.role("worker")[0].lines()
-			if len(lines) != 2+2*4 {
-				t.Fatalf("printed %q, want a head of 2 lines and 4 for each size", lines)
-			}
-			for i, l := range lines[2:] {
-				want := fmt.Sprintf(`^ *%d %-12s +2( +[\d.]+){5}   [\d.]+; [\d.]+ \([\d.]+ to [\d.]+\)$`, []int{768, 393216}[i/4], []string{"gather", "gather each", "hand on", "push to all"}[i%4])
-				if !regexp.MustCompile(want).MatchString(l) {
-					t.Errorf("line %q, want %s", l, want)
-				}
-			}
-		})
-	}
-}
-
 // An endless program ends at once upon SIGTERM, and so do those that depend on it.
 func TestSignal(t *testing.T) {
 	t.Parallel()
