@@ -10,7 +10,6 @@ import (
 	"fmt"
 	"os/exec"
 	"slices"
-	"strings"
 )
 
 //go:embed afd.py
@@ -160,8 +159,7 @@ func (r *afdRun) lacks(ctx context.Context, modules ...string) error {
 	var said bytes.Buffer
 	cmd.Stderr = &said
 	if err := cmd.Run(); err != nil {
-		lines := strings.Split(strings.TrimSpace(said.String()), "\n")
-		if last := lines[len(lines)-1]; last != "" {
+		if last := lastLine(said.String()); last != "" {
 			return fmt.Errorf("%s: %s", python, last)
 		}
 		return err

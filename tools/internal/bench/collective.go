@@ -1,6 +1,7 @@
 package bench
 
 import (
+	"cmp"
 	"context"
 	_ "embed"
 	"errors"
@@ -196,9 +197,7 @@ func (m *collectiveRun) group(n int, all []exchange) error {
 			if err != nil {
 				return fmt.Errorf("%s: %w", e, err)
 			}
-			if noGloo != nil {
-				r.NoGloo = noGloo.Error()
-			}
+			r.NoGloo = cmp.Or(r.NoGloo, text(noGloo))
 			m.judge(r, exchangeGoals[m.c.String("van")][e])
 			if err := show(m.c, r); err != nil {
 				return err

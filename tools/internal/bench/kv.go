@@ -27,16 +27,13 @@ func (s *kvSpec) bytes(n int) int { return n * (8 + 4*s.values) }
 
 // kvReport is the JSON line of bench kv.
 type kvReport struct {
-	Van        string             `json:"van"`
-	Keys       int                `json:"keys"`
-	Values     int                `json:"values"`
-	Batch      int                `json:"batch"`
-	Flight     int                `json:"flight"`
-	Requests   int                `json:"requests"`
-	P50        float64            `json:"p50_us"`
-	P90        float64            `json:"p90_us"`
-	P99        float64            `json:"p99_us"`
-	Max        float64            `json:"max_us"`
+	Van      string `json:"van"`
+	Keys     int    `json:"keys"`
+	Values   int    `json:"values"`
+	Batch    int    `json:"batch"`
+	Flight   int    `json:"flight"`
+	Requests int    `json:"requests"`
+	tail
 	Bps        float64            `json:"bytes_per_s"`
 	FloorBps   float64            `json:"floor_bytes_per_s"`
 	Ratio      float64            `json:"ratio_bytes_per_s"`
@@ -47,7 +44,7 @@ type kvReport struct {
 	WorkerPart float64            `json:"worker_measured_cpu_s"`
 	Checked    bool               `json:"checked"`
 
-	ours, floor quantiles
+	floor tail
 }
 
 func runKV(c *cli.Context) error {
@@ -76,16 +73,12 @@ func runKV(c *cli.Context) error {
 		return err
 	}
 	push, pull := rows[1], rows[2]
-	ours, floorNS := summarize(slices.Concat(push.ns[0], pull.ns[0])), 0.0
-	for _, n := range rows[0].ns[0] {
-		floorNS += float64(n)
-	}
-	floorQ := summarize(rows[0].ns[0])
+	ours, floorQ := summarize(slices.Concat(push.ns[0], pull.ns[0])), summarize(rows[0].ns[0])
 	out, in := s.floorBytes()
 	rep := &kvReport{Van: c.String("van"), Keys: s.keys, Values: s.values, Batch: s.batch, Flight: s.flight, Requests: len(push.ns[0]) + len(pull.ns[0]),
-		P50: ours.P50, P90: ours.P90, P99: ours.P99, Max: ours.Max, Bps: float64(s.rounds*(2*s.bytes(s.keys)+8*s.keys)) / (push.took[0] + pull.took[0]).Seconds(),
-		FloorBps: float64(s.rounds*batches*(out+in)) / floorNS * 1e9, Floor: floor, FloorP50: floorQ.P50, FloorP99: floorQ.P99,
-		CPU: cpu, WorkerPart: (push.cpu[0] + pull.cpu[0]).Seconds(), Checked: true, ours: ours, floor: floorQ}
+		tail: ours.tail, Bps: float64(s.rounds*(2*s.bytes(s.keys)+8*s.keys)) / (push.took[0] + pull.took[0]).Seconds(),
+		FloorBps: float64(out+in) / floorQ.Mean * 1e6, Floor: floor, FloorP50: floorQ.P50, FloorP99: floorQ.P99,
+		CPU: cpu, WorkerPart: (push.cpu[0] + pull.cpu[0]).Seconds(), Checked: true, floor: floorQ.tail}
 	rep.Ratio = rep.Bps / rep.FloorBps
 	return show(c, rep)
 }
@@ -96,9 +89,9 @@ func (r *kvReport) print(w io.Writer) error {
 	fmt.Fprintf(w, "%-16s %10s %10s %10s %10s %14s\n", "", "p50 us", "p90 us", "p99 us", "max us", "MB/s")
 	for _, x := range []struct {
 		name string
-		q    quantiles
+		q    tail
 		bps  float64
-	}{{"request", r.ours, r.Bps}, {"floor (" + r.Floor + ")", r.floor, r.FloorBps}} {
+	}{{"request", r.tail, r.Bps}, {"floor (" + r.Floor + ")", r.floor, r.FloorBps}} {
 		fmt.Fprintf(w, "%-16s %10.1f %10.1f %10.1f %10.1f %14.0f\n", x.name, x.q.P50, x.q.P90, x.q.P99, x.q.Max, x.bps/1e6)
 	}
 	fmt.Fprintf(w, "bytes per second: %.2f of the floor, which sends a push and a pull's keys and reads back a pull's values\n", r.Ratio)

@@ -92,7 +92,7 @@ func TestCompare(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			r := &rdmaRun{at: choose.Result{Device: "rxe0", Port: 1, GIDIndex: 1}}
-			rep := &latencyReport{PushBytes: c.push, PullBytes: c.pull, quantiles: quantiles{P50: c.p50}}
+			rep := &latencyReport{PushBytes: c.push, PullBytes: c.pull, quantiles: quantiles{tail: tail{P50: c.p50}}}
 			var v verdict
 			r.compare(rep, c.f, &v)
 			x := rep.RDMA

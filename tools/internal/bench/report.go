@@ -48,10 +48,7 @@ type where struct {
 
 // bareReport is a round trip of libzmq alone, and the ratio of a push_pull to it.
 type bareReport struct {
-	P50      float64 `json:"p50_us"`
-	P90      float64 `json:"p90_us"`
-	P99      float64 `json:"p99_us"`
-	Max      float64 `json:"max_us"`
+	tail
 	RatioP50 float64 `json:"ratio_p50"`
 	RatioP99 float64 `json:"ratio_p99"`
 }
@@ -63,7 +60,7 @@ func newLatencyReport(van string, at place, p payload, iters int, r *result, cpu
 		RatioP50: ours.P50 / floor.P50, RatioP99: ours.P99 / floor.P99, CPU: cpu, WorkerPart: r.CPU, Checked: r.Checked}
 	if len(r.Bare) > 0 {
 		q := summarize(r.Bare)
-		rep.Bare = &bareReport{q.P50, q.P90, q.P99, q.Max, ours.P50 / q.P50, ours.P99 / q.P99}
+		rep.Bare = &bareReport{q.tail, ours.P50 / q.P50, ours.P99 / q.P99}
 	}
 	return rep
 }

@@ -10,12 +10,17 @@ import (
 	"github.com/urfave/cli/v2"
 )
 
+// tail is the median and larger quantiles of a set of durations, in microseconds.
+type tail struct {
+	P50 float64 `json:"p50_us"`
+	P90 float64 `json:"p90_us"`
+	P99 float64 `json:"p99_us"`
+	Max float64 `json:"max_us"`
+}
+
 // quantiles are those of a set of durations, in microseconds.
 type quantiles struct {
-	P50  float64 `json:"p50_us"`
-	P90  float64 `json:"p90_us"`
-	P99  float64 `json:"p99_us"`
-	Max  float64 `json:"max_us"`
+	tail
 	Mean float64 `json:"mean_us"`
 }
 
@@ -30,7 +35,7 @@ func summarize(ns []int64) quantiles {
 		sum += float64(v)
 	}
 	at := func(p float64) float64 { return float64(ns[min(int(p*float64(len(ns))), len(ns)-1)]) / 1e3 }
-	return quantiles{P50: at(0.50), P90: at(0.90), P99: at(0.99), Max: float64(ns[len(ns)-1]) / 1e3, Mean: sum / float64(len(ns)) / 1e3}
+	return quantiles{tail{at(0.50), at(0.90), at(0.99), at(1)}, sum / float64(len(ns)) / 1e3}
 }
 
 // timed makes n calls, one after the other, and returns the nanoseconds of each.
