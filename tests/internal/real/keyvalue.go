@@ -7,6 +7,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/pairs"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/value"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -41,8 +42,8 @@ func (n *node) serveKV(r kv.Request[uint8]) {
 func (n *node) takePush(id batchID, r kv.Request[uint8]) {
 	size := len(r.Vals) / len(r.Keys)
 	for i, key := range r.Keys {
-		want := origin{kind: pushed, rank: id.rank, serial: id.serial, server: n.rank, index: uint32(pairs.PushIndex(n.n, n.group(), key)), call: id.call}
-		if err := want.check(r.Vals[i*size : (i+1)*size]); err != nil {
+		want := value.Origin{Kind: value.Pushed, Worker: id.rank, Process: id.serial, Server: n.rank, Index: uint32(pairs.PushIndex(n.n, n.group(), key)), Call: id.call}
+		if err := want.Check(r.Vals[i*size : (i+1)*size]); err != nil {
 			n.wrong("push of worker %d, key %d: %v", id.rank, key, err)
 		}
 	}
@@ -60,7 +61,7 @@ func (n *node) takePull(id batchID, r kv.Request[uint8]) (answer kv.Pairs[uint8]
 	answer.Keys, answer.Vals = append(answer.Keys, r.Keys...), make([]uint8, size*len(r.Keys))
 	for i, key := range r.Keys {
 		index := pairs.PullIndex(n.n, n.group(), key)
-		origin{kind: answered, rank: id.rank, serial: id.serial, server: n.rank, by: n.b.Serial, index: uint32(index), call: id.call}.fill(answer.Vals[i*size : (i+1)*size])
+		value.Origin{Kind: value.Answered, Worker: id.rank, Process: id.serial, Server: n.rank, By: n.b.Serial, Index: uint32(index), Call: id.call}.Fill(answer.Vals[i*size : (i+1)*size])
 	}
 	return answer
 }

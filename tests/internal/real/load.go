@@ -15,6 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/pairs"
 	"github.com/stepaf/stepaf-go/tests/internal/ranks"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/value"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -82,7 +83,7 @@ const (
 
 func (n *node) lane(p *plan.Load, index int) *lane {
 	l := &lane{n: n, index: index, servers: n.cfg().NumServers, limit: p.Limit.Or(defaultLimit)}
-	l.size, l.pushes, l.pulls = max(p.Size, headSize), p.Pushes, max(p.Pulls, 1)
+	l.size, l.pushes, l.pulls = max(p.Size, value.Head), p.Pushes, max(p.Pulls, 1)
 	if p.Size == 0 {
 		l.size = defaultSize
 	}
@@ -269,11 +270,11 @@ func (l *lane) round() error {
 		l.checkUntouched(call)
 	}
 	for i, b := range l.pushed {
-		o := origin{kind: pushed, rank: n.rank, serial: n.b.Serial, index: uint32(i % l.pushes), call: call}
+		o := value.Origin{Kind: value.Pushed, Worker: n.rank, Process: n.b.Serial, Index: uint32(i % l.pushes), Call: call}
 		if l.pairs != nil {
-			o.server = n.counterpart(i / l.pushes)
+			o.Server = n.counterpart(i / l.pushes)
 		}
-		o.fill(b)
+		o.Fill(b)
 	}
 	begun, ticks := time.Now(), n.ticks.Load()
 	limit := l.limit
@@ -380,10 +381,10 @@ func (l *lane) checkAnswers(call uint64) {
 	n := l.n
 	q := len(l.pulled) / max(l.servers, 1)
 	for i, b := range l.pulled {
-		got, err := originOf(b)
+		got, err := value.Of(b)
 		if err == nil {
-			want := origin{kind: answered, rank: n.rank, serial: n.b.Serial, server: n.counterpart(i / q), by: got.by, index: uint32(i % q), call: call}
-			err = want.check(b)
+			want := value.Origin{Kind: value.Answered, Worker: n.rank, Process: n.b.Serial, Server: n.counterpart(i / q), By: got.By, Index: uint32(i % q), Call: call}
+			err = want.Check(b)
 		}
 		if err != nil {
 			n.wrong("call %d returned without an error and pull tensor %d of server %d is wrong: %v", call, i%q, n.counterpart(i/q), err)
@@ -422,9 +423,9 @@ func (n *node) answers(b af.Batch) []af.KeyTensor {
 	id := n.batch(b)
 	out := make([]af.KeyTensor, len(b.Pulls()))
 	for i, p := range b.Pulls() {
-		value := make([]byte, p.Len)
-		origin{kind: answered, rank: id.rank, serial: id.serial, server: n.rank, by: n.b.Serial, index: uint32(i), call: id.call}.fill(value)
-		x, err := af.FromSlice(value)
+		vals := make([]byte, p.Len)
+		value.Origin{Kind: value.Answered, Worker: id.rank, Process: id.serial, Server: n.rank, By: n.b.Serial, Index: uint32(i), Call: id.call}.Fill(vals)
+		x, err := af.FromSlice(vals)
 		if err != nil {
 			n.wrong("%v", err)
 		}
@@ -439,12 +440,12 @@ func (n *node) batch(b af.Batch) (id batchID) {
 	worker := n.counterpart(b.Worker())
 	for i := range b.Pushes() {
 		v := b.Pushes()[i].Val.Bytes()
-		o, err := originOf(v)
+		o, err := value.Of(v)
 		if err == nil {
 			if i == 0 {
-				id = batchID{o.rank, o.serial, o.call}
+				id = batchID{o.Worker, o.Process, o.Call}
 			}
-			err = origin{kind: pushed, rank: worker, serial: id.serial, index: uint32(i), call: id.call}.check(v)
+			err = value.Origin{Kind: value.Pushed, Worker: worker, Process: id.serial, Index: uint32(i), Call: id.call}.Check(v)
 		}
 		if err != nil {
 			n.wrong("batch of worker %d: push tensor %d: %v", worker, i, err)

@@ -28,6 +28,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/foreign"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/value"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -535,7 +536,7 @@ func (n *node) flood(count, size int, e *Event) error {
 		return errors.New("only a plain worker can do that")
 	}
 	b := make([]byte, size)
-	origin{kind: pushed, rank: n.rank, serial: n.b.Serial, call: 1 << 60}.fill(b)
+	value.Origin{Kind: value.Pushed, Worker: n.rank, Process: n.b.Serial, Call: 1 << 60}.Fill(b)
 	push, err := af.FromSlice(b)
 	if err != nil {
 		return err

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/value"
 )
 
 // checker judges the events of a run.
@@ -148,7 +149,7 @@ func (k *checker) find(id callID) (call, bool) {
 
 // push judges one push tensor that an application has got.
 func (k *checker) push(at *proc, worker, tensor int, b []byte) (label, bool) {
-	l, err := read(b, pushMagic)
+	l, err := read(b, value.Pushed)
 	if err != nil {
 		k.fail("wrong data", "%s got a push of worker %d, tensor %d: %v", at.name, worker, tensor, err)
 		return l, false
@@ -181,7 +182,7 @@ func (k *checker) handle(id callID, at *proc) {
 
 // answer judges one pull tensor of a call that has succeeded.
 func (k *checker) answer(id callID, server, index int, b []byte) {
-	l, err := read(b, answerMagic)
+	l, err := read(b, value.Answered)
 	if err != nil {
 		k.fail("wrong data", "%s succeeded; the tensor %d of server %d: %v", id, index, server, err)
 		return

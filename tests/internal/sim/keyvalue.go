@@ -6,6 +6,7 @@ import (
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/tests/internal/pairs"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/value"
 )
 
 // newPairs makes the tensors of a call over kv: its values.
@@ -85,7 +86,7 @@ func (p *proc) takePull(id callID, r kv.Request[uint8]) (answer kv.Pairs[uint8],
 	}
 	answer.Keys, answer.Vals = append(answer.Keys, r.Keys...), make([]uint8, size*len(r.Keys))
 	for i, key := range r.Keys {
-		label{magic: answerMagic, id: id, index: pairs.PullIndex(p.node.Load(), p.who.Rank()/c.group(), key), server: p.who.Rank(), sgen: p.gen}.write(answer.Vals[i*size : (i+1)*size])
+		label{kind: value.Answered, id: id, index: pairs.PullIndex(p.node.Load(), p.who.Rank()/c.group(), key), server: p.who.Rank(), sgen: p.gen}.write(answer.Vals[i*size : (i+1)*size])
 	}
 	return answer, true
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/pairs"
 	"github.com/stepaf/stepaf-go/tests/internal/ranks"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/value"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -87,7 +88,7 @@ func (p *proc) newTensors(l *plan.Load) *tensors {
 // fill makes the tensors those of a call.
 func (t *tensors) fill(id callID) {
 	for i, b := range t.pushB {
-		label{magic: pushMagic, id: id, index: i % t.pushes, server: i / t.pushes}.write(b)
+		label{kind: value.Pushed, id: id, index: i % t.pushes, server: i / t.pushes}.write(b)
 	}
 	for _, b := range t.pullB {
 		for i := range b {

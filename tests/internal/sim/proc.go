@@ -16,6 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/value"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -389,7 +390,7 @@ func (p *proc) take(b af.Batch) (answers []af.KeyTensor, ok bool) {
 	c.heard(p, id)
 	for i, q := range b.Pulls() {
 		buf := make([]byte, q.Len)
-		label{magic: answerMagic, id: id, index: i, server: p.who.Rank(), sgen: p.gen}.write(buf)
+		label{kind: value.Answered, id: id, index: i, server: p.who.Rank(), sgen: p.gen}.write(buf)
 		t, err := af.FromBytes(buf, q.Dtype, q.Shape...)
 		if err != nil {
 			c.check.fail("wrong data", "%s: pull %d of %s: %v", p.name, i, id, err)
@@ -403,7 +404,7 @@ func (p *proc) take(b af.Batch) (answers []af.KeyTensor, ok bool) {
 // stale judges whether a batch that get_batch has returned should have gone before.
 func (p *proc) stale(b af.Batch) {
 	c := p.c
-	l, err := read(b.Pushes()[0].Val.Bytes(), pushMagic)
+	l, err := read(b.Pushes()[0].Val.Bytes(), value.Pushed)
 	if err != nil {
 		return
 	}
