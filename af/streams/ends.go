@@ -1,12 +1,14 @@
 package streams
 
-// Ends: all exchanges of a node, from creation to end, and the messages of peers about them.
+// The methods of Ends: all exchanges of a node, from creation to end, and the messages of peers about them.
 
 import (
 	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -20,29 +22,20 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Ends manages the stream exchanges of a node. A node may have one. All methods are safe for concurrent use.
-type Ends struct {
-	dir      directory
-	memory   memory
-	unwatch  func()
-	stopExit func()
-}
-
 // New creates the Ends of node, a worker or a server. Call it after postoffice.Start; peers may call Prepare earlier.
 // It does not use the device before Prepare.
 func New(node *postoffice.Node) (*Ends, error) {
-	e := &Ends{dir: directory{node: (*cluster.Node)(node).App(), all: map[name]*Exchange{}, offers: map[name]*note{}, changed: make(chan struct{}), ended: make(chan struct{})}}
-	d := &e.dir
+	e := &Ends{node: (*cluster.Node)(node).App(), all: map[name]*Exchange{}, offers: map[name]*note{}, changed: make(chan struct{}), ended: make(chan struct{})}
 	if r := node.Role(); r != van.Worker && r != van.Server {
 		return nil, fmt.Errorf("%w: exchanges in streams on %s, want a node with role worker or server", van.ErrInvalid, node.Name())
 	}
-	d.last.Store(random.Uint64())
+	e.last.Store(random.Uint64())
 	var err error
-	if d.customer, err = d.node.AddCustomer(app, app, e.receive); err != nil {
+	if e.customer, err = e.node.AddCustomer(app, app, e.receive); err != nil {
 		return nil, err
 	}
-	e.unwatch = d.node.OnPeer(e.peerChanged)
-	e.stopExit = d.node.OnExit(func() { e.end(cmp.Or(d.node.Alive(), van.ErrClosed)) })
+	e.unwatch = e.node.OnPeer(e.peerChanged)
+	e.stopExit = e.node.OnExit(func() { e.end(cmp.Or(e.node.Alive(), van.ErrClosed)) })
 	return e, nil
 }
 
@@ -62,12 +55,12 @@ func New(node *postoffice.Node) (*Ends, error) {
 func (e *Ends) Prepare(ctx context.Context, peers []int, push, pull []af.KeyTensor, opts ...Option) (*Exchange, error) {
 	if _, has := ctx.Deadline(); !has {
 		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeoutCause(ctx, e.dir.node.Limit(0), van.ErrTimeout)
+		ctx, cancel = context.WithTimeoutCause(ctx, e.node.Limit(0), van.ErrTimeout)
 		defer cancel()
 	}
-	x, err := newExchange(&e.dir, peers, push, pull, opts)
+	x, err := newExchange(e, peers, push, pull, opts)
 	if err == nil {
-		if err = x.connect(ctx, &e.memory); err == nil {
+		if err = x.connect(ctx); err == nil {
 			err = e.begin(x)
 		}
 		if err != nil {
@@ -75,25 +68,24 @@ func (e *Ends) Prepare(ctx context.Context, peers []int, push, pull []af.KeyTens
 		}
 	}
 	if err != nil {
-		return nil, &van.Error{Op: "prepare exchange", Node: e.dir.node.Name(), Err: err}
+		return nil, &van.Error{Op: "prepare exchange", Node: e.node.Name(), Err: err}
 	}
 	return x, nil
 }
 
 // begin makes an exchange usable, unless it has ended.
 func (e *Ends) begin(x *Exchange) error {
-	d := &e.dir
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.over != nil && x.failed.Load() == nil { // its end begins now
-		return d.over
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.over != nil && x.failed.Load() == nil { // its end begins now
+		return e.over
 	}
 	if err := x.ending.Begin(&x.failed); err != nil {
 		return err
 	}
-	if !d.watching {
-		d.watching = true
-		d.failing.Go(e.watch)
+	if !e.watching {
+		e.watching = true
+		e.failing.Go(e.watch)
 	}
 	return nil
 }
@@ -104,7 +96,7 @@ func (e *Ends) Close() error {
 	e.unwatch()
 	e.end(fmt.Errorf("%w: this node's exchanges in streams", van.ErrClosed))
 	e.stopExit()
-	e.dir.customer.Close()
+	e.customer.Close()
 	return nil
 }
 
@@ -113,7 +105,7 @@ func (e *Ends) Close() error {
 func (e *Ends) end(err error) {
 	e.stop(err)
 	done := make(chan struct{})
-	go func() { e.dir.failing.Wait(); close(done) }()
+	go func() { e.failing.Wait(); close(done) }()
 	select {
 	case <-done:
 	case <-time.After(gpusync.CloseLimit):
@@ -122,8 +114,17 @@ func (e *Ends) end(err error) {
 
 // stop is end, but does not wait for goroutines that are already ending exchanges.
 func (e *Ends) stop(err error) {
+	e.mu.Lock()
+	if e.over == nil {
+		e.over = err
+		close(e.ended)
+	}
+	clear(e.offers)
+	e.wake()
+	all := slices.Collect(maps.Values(e.all))
+	e.mu.Unlock()
 	var ending sync.WaitGroup
-	for _, x := range e.dir.stop(err) {
+	for _, x := range all {
 		ending.Go(func() { x.fail(err) })
 	}
 	ending.Wait()
@@ -131,22 +132,21 @@ func (e *Ends) stop(err error) {
 
 // peerChanged is called when a peer is lost, or when it or its replacement process is connected. It must not block.
 func (e *Ends) peerChanged(id int, up bool, cause error) {
-	d := &e.dir
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	defer d.wake()
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	defer e.wake()
 	if up {
 		return
 	}
-	for n := range d.offers {
+	for n := range e.offers {
 		if n.worker == id {
-			delete(d.offers, n)
+			delete(e.offers, n)
 		}
 	}
 	if !errors.Is(cause, van.ErrPeerLost) {
 		cause = fmt.Errorf("%w: %w", van.ErrPeerLost, cause)
 	}
-	for _, x := range d.all {
+	for _, x := range e.all {
 		i := x.with(id)
 		switch {
 		case i < 0:
@@ -154,10 +154,10 @@ func (e *Ends) peerChanged(id int, up bool, cause error) {
 			x.peers[i].offered, x.peers[i].said = false, nil
 		default:
 			x.ending.Over(i)
-			if d.over != nil {
+			if e.over != nil {
 				break
 			}
-			d.failing.Go(func() { x.fail(&van.Error{Op: "exchange", Peer: d.node.PeerName(id), Err: cause}) })
+			e.failing.Go(func() { x.fail(&van.Error{Op: "exchange", Peer: e.node.PeerName(id), Err: cause}) })
 		}
 	}
 }
@@ -169,16 +169,15 @@ func (e *Ends) receive(msg *van.Message) {
 		err = e.take(msg.Sender, &n)
 	}
 	if err != nil {
-		e.dir.node.Rarely("streams: "+logx.Kind(err)).Warn("refused a message about an exchange in streams",
-			"from", e.dir.node.PeerName(msg.Sender), "err", err)
+		e.node.Rarely("streams: "+logx.Kind(err)).Warn("refused a message about an exchange in streams",
+			"from", e.node.PeerName(msg.Sender), "err", err)
 	}
 }
 
 // take handles a message of a peer.
 func (e *Ends) take(from int, n *note) error {
-	d := &e.dir
 	want := van.Worker
-	if d.node.Role() == van.Worker {
+	if e.node.Role() == van.Worker {
 		want = van.Server
 	}
 	if from == van.Empty || van.RoleOf(from) != want {
@@ -186,11 +185,11 @@ func (e *Ends) take(from int, n *note) error {
 	}
 	of := name{from, n.id}
 	if want == van.Server {
-		of.worker = d.node.ID()
+		of.worker = e.node.ID()
 	}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	x := d.all[of]
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	x := e.all[of]
 	switch {
 	case n.verb == verbOver && x != nil:
 		i := x.with(from)
@@ -198,46 +197,45 @@ func (e *Ends) take(from int, n *note) error {
 			return fmt.Errorf("%w: the end of exchange %d, which is with others", van.ErrMalformed, n.id)
 		}
 		x.ending.Over(i)
-		if d.over == nil {
-			d.failing.Go(func() { x.left(from, n.text) })
+		if e.over == nil {
+			e.failing.Go(func() { x.left(from, n.text) })
 		}
-	case d.over != nil:
+	case e.over != nil:
 		return nil
 	case n.verb == verbOver:
-		delete(d.offers, of)
+		delete(e.offers, of)
 	case n.verb == verbOffer && want == van.Worker:
-		return d.offered(of, n)
+		return e.offered(of, n)
 	case n.verb == verbAccept && want == van.Server && x != nil:
 		return x.accepted(from, n)
 	case n.verb == verbAccept && want == van.Server: // the exchange is over here, and the server may have been notified before the offer
-		d.failing.Go(func() { _ = d.send(from, &note{verb: verbOver, id: n.id, text: "it was over before this answer"}) })
+		e.failing.Go(func() { _ = e.send(from, &note{verb: verbOver, id: n.id, text: "it was over before this answer"}) })
 		return nil
 	default:
 		return &van.FieldError{Field: "body verb", Value: n.verb, Want: "what a " + want.String() + " says"}
 	}
-	d.wake()
+	e.wake()
 	return nil
 }
 
 // watch ends exchanges whose rounds exceed their limit, and all exchanges when the node has failed.
 func (e *Ends) watch() {
-	d := &e.dir
 	var all []*Exchange
 	ended := gpusync.Watch(func() {
-		d.mu.Lock()
+		e.mu.Lock()
 		all = all[:0]
-		for _, x := range d.all {
+		for _, x := range e.all {
 			if x.timing.limit > 0 && x.host == nil && x.ending.Begun() {
 				all = append(all, x)
 			}
 		}
-		d.mu.Unlock()
+		e.mu.Unlock()
 		now := clock.Now()
 		for _, x := range all {
 			x.check(now)
 		}
-	}, d.ended, d.node.Ended())
+	}, e.ended, e.node.Ended())
 	if ended {
-		e.stop(cmp.Or(d.node.Alive(), van.ErrClosed))
+		e.stop(cmp.Or(e.node.Alive(), van.ErrClosed))
 	}
 }

@@ -34,7 +34,7 @@ func (l Limit) apply(x *Exchange) {
 
 // Exchange is one end of an exchange. All methods are safe for concurrent use; a Send or Receive during another one is refused with af.ErrStarted.
 type Exchange struct {
-	dir   *directory
+	ends  *Ends
 	first bool // this end sends first: a worker
 	peers []*peer
 	mem   exchangeMemory
@@ -43,8 +43,8 @@ type Exchange struct {
 	spin    time.Duration // how long Receive polls before it sleeps; negative: it never sleeps
 	crowded bool          // while Receive polls, other goroutines may have no thread
 
-	names      []name // its keys in dir.all; guarded by dir.mu
-	connecting bool   // a worker's offer is open, and some servers have not answered; guarded by dir.mu
+	names      []name // its keys in ends.all; guarded by ends.mu
+	connecting bool   // a worker's offer is open, and some servers have not answered; guarded by ends.mu
 
 	queueing sync.Mutex // guards sendNext, and serializes the work put into streams
 	sendNext bool
@@ -61,7 +61,7 @@ type Exchange struct {
 type peer struct {
 	id      int
 	out, in []af.KeyTensor
-	offered bool  // the worker's offer was sent to the present process of the peer; guarded by dir.mu, as is the next field
+	offered bool  // the worker's offer was sent to the present process of the peer; guarded by ends.mu, as is the next field
 	said    *note // the peer's offer or answer, nil before it arrives; constant once all have arrived
 }
 
@@ -130,7 +130,7 @@ func (x *Exchange) turn(op string, send bool) error {
 }
 
 func (x *Exchange) wrong(op string, err error) error {
-	return &van.Error{Op: op, Node: x.dir.node.Name(), Detail: x.String(), Err: err}
+	return &van.Error{Op: op, Node: x.ends.node.Name(), Detail: x.String(), Err: err}
 }
 
 // String describes the exchange in errors.
@@ -149,7 +149,7 @@ func (x *Exchange) Check() error {
 	if err == nil {
 		return nil
 	}
-	return &van.Error{Op: "exchange", Node: x.dir.node.Name(), Detail: x.String(), Err: fmt.Errorf("%w: %w", ErrOver, *err), Hint: "prepare it anew on all of its nodes"}
+	return &van.Error{Op: "exchange", Node: x.ends.node.Name(), Detail: x.String(), Err: fmt.Errorf("%w: %w", ErrOver, *err), Hint: "prepare it anew on all of its nodes"}
 }
 
 // fail ends the exchange. It returns when all steps are done, or at once if the exchange has ended before.
@@ -167,13 +167,13 @@ func (x *Exchange) fail(err error) {
 		return
 	}
 	defer close(x.done)
-	d := x.dir
-	d.mu.Lock()
+	e := x.ends
+	e.mu.Lock()
 	names, used := x.names, x.host == nil && x.ending.Begun()
 	if !used { // no stream contains work of it
-		d.remove(names)
+		e.remove(names)
 	}
-	d.mu.Unlock()
+	e.mu.Unlock()
 	var end error
 	if used {
 		end = x.mem.end()
@@ -184,11 +184,11 @@ func (x *Exchange) fail(err error) {
 	}
 	x.awaitPeersOver()
 	if free := errors.Join(end, x.mem.free()); free != nil {
-		d.node.Log().Error("streams that wait for an exchange may not be released", "exchange", x.String(), "err", free)
+		e.node.Log().Error("streams that wait for an exchange may not be released", "exchange", x.String(), "err", free)
 	}
-	d.mu.Lock()
-	d.remove(names)
-	d.mu.Unlock()
+	e.mu.Lock()
+	e.remove(names)
+	e.mu.Unlock()
 }
 
 // tell notifies the peers that this end is over.
@@ -201,23 +201,23 @@ func (x *Exchange) tell(names []name, why error) {
 		if n.id = names[0].id; !x.first {
 			n.id = names[i].id
 		}
-		if err := x.dir.send(p.id, &n); err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrClosed) {
-			x.dir.node.Log().Info("could not notify a peer of the end of an exchange", "peer", x.dir.node.PeerName(p.id), "err", err)
+		if err := x.ends.send(p.id, &n); err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrClosed) {
+			x.ends.node.Log().Info("could not notify a peer of the end of an exchange", "peer", x.ends.node.PeerName(p.id), "err", err)
 		}
 	}
 }
 
 // awaitPeersOver waits until the ends of all peers are over, up to gpusync.EndLimit.
 func (x *Exchange) awaitPeersOver() {
-	d := x.dir
-	if i := x.ending.Await(d.node.Ended(), d.ended); i >= 0 {
-		d.node.Log().Warn("streams are released, but a peer has not confirmed the end of the exchange", "exchange", x.String(), "peer", d.node.PeerName(x.peers[i].id))
+	e := x.ends
+	if i := x.ending.Await(e.node.Ended(), e.ended); i >= 0 {
+		e.node.Log().Warn("streams are released, but a peer has not confirmed the end of the exchange", "exchange", x.String(), "peer", e.node.PeerName(x.peers[i].id))
 	}
 }
 
 // left is called when a peer's end is over.
 func (x *Exchange) left(from int, text string) {
-	x.fail(&van.Error{Op: "exchange", Peer: x.dir.node.PeerName(from), Err: fmt.Errorf("%w there: %q", van.ErrClosed, text)})
+	x.fail(&van.Error{Op: "exchange", Peer: x.ends.node.PeerName(from), Err: fmt.Errorf("%w there: %q", van.ErrClosed, text)})
 }
 
 // Close ends the exchange, and returns why it had ended before, or nil. Close waits until the peers' ends are over, for
@@ -238,7 +238,7 @@ func (x *Exchange) Close() error {
 	if !x.captured.Load() && x.host.settle() {
 		if x.host != nil {
 			if err := errors.Join(x.host.free(x.mem.m), x.mem.unmap()); err != nil {
-				x.dir.node.Log().Warn("an exchange by hosts could not release all resources of its device", "exchange", x.String(), "err", err)
+				x.ends.node.Log().Warn("an exchange by hosts could not release all resources of its device", "exchange", x.String(), "err", err)
 			}
 		}
 		x.mem.putBack()
@@ -258,10 +258,10 @@ func (x *Exchange) check(now uint64) {
 	}
 	took, late, ask := x.timing.check(now)
 	if late {
-		err := x.timing.late(took, x.dir.names(x.peers))
-		x.dir.begin(func() { x.fail(err) }) // watch continues with other exchanges meanwhile
+		err := x.timing.late(took, x.ends.names(x.peers))
+		x.ends.start(func() { x.fail(err) }) // watch continues with other exchanges meanwhile
 	}
-	if ask && x.dir.begin(func() { x.timing.answer <- x.mem.wait() }) {
+	if ask && x.ends.start(func() { x.timing.answer <- x.mem.wait() }) {
 		x.timing.asks(now)
 	}
 }

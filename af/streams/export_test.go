@@ -15,29 +15,28 @@ const PartLimit = gpusync.EndLimit
 
 // Deaf makes e receive no messages of its peers until the returned function is called.
 func (e *Ends) Deaf() (hear func()) {
-	e.dir.mu.Lock()
-	return e.dir.mu.Unlock
+	e.mu.Lock()
+	return e.mu.Unlock
 }
 
 // Waiting waits until a server's Prepare calls wait for n exchanges.
 func (e *Ends) Waiting(t testing.TB, n int) {
 	t.Helper()
 	vantest.Eventually(t, 20*time.Second, "Prepare calls wait", func() bool {
-		e.dir.mu.Lock()
-		defer e.dir.mu.Unlock()
-		return len(e.dir.waiting) == n
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		return len(e.waiting) == n
 	})
 }
 
 // Left is what a node that is closed still has of exchanges, "" if that is nothing.
 func (e *Ends) Left() string {
-	d := &e.dir
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if len(d.all)+len(d.offers)+len(d.waiting) == 0 && d.over != nil {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if len(e.all)+len(e.offers)+len(e.waiting) == 0 && e.over != nil {
 		return ""
 	}
-	return fmt.Sprintf("%d exchanges, %d offers and %d that wait for offers; over: %v", len(d.all), len(d.offers), len(d.waiting), d.over)
+	return fmt.Sprintf("%d exchanges, %d offers and %d that wait for offers; over: %v", len(e.all), len(e.offers), len(e.waiting), e.over)
 }
 
 // HostStream is the stream in which x copies.

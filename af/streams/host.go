@@ -147,7 +147,7 @@ func (r receipt) cannotArrive(ctx context.Context) error {
 			return r.endedThere(ctx, i)
 		}
 		if n := l.sent(); !h.arrived[i] && n != h.round && n != h.round-1 {
-			x.fail(&van.Error{Op: "exchange", Peer: x.dir.node.PeerName(x.peers[i].id), Err: fmt.Errorf("%w: it reports round %d as sent in round %d", van.ErrMalformed, n, h.round)})
+			x.fail(&van.Error{Op: "exchange", Peer: x.ends.node.PeerName(x.peers[i].id), Err: fmt.Errorf("%w: it reports round %d as sent in round %d", van.ErrMalformed, n, h.round)})
 			return r.ended()
 		}
 	}
@@ -156,7 +156,7 @@ func (r receipt) cannotArrive(ctx context.Context) error {
 		return r.ended()
 	}
 	if ctx.Err() != nil {
-		return &van.Error{Op: "receive", Node: x.dir.node.Name(), Peer: r.missing(), Detail: x.String() + ": round " + fmt.Sprint(h.round), Err: van.TimedOut(context.Cause(ctx))}
+		return &van.Error{Op: "receive", Node: x.ends.node.Name(), Peer: r.missing(), Detail: x.String() + ": round " + fmt.Sprint(h.round), Err: van.TimedOut(context.Cause(ctx))}
 	}
 	return nil
 }
@@ -177,7 +177,7 @@ func (r receipt) missing() string {
 			peers = append(peers, p)
 		}
 	}
-	return r.x.dir.names(peers)
+	return r.x.ends.names(peers)
 }
 
 // finish waits until the copies of the round are done, and checks that they are valid: a peer whose end is over may
@@ -189,7 +189,7 @@ func (r receipt) finish(ctx context.Context) error {
 		done, err := h.event.Query()
 		if all && !done && err == nil {
 			if ctx.Err() != nil {
-				return &van.Error{Op: "receive", Node: x.dir.node.Name(), Detail: x.String() + ": copies of the device", Err: van.TimedOut(context.Cause(ctx))}
+				return &van.Error{Op: "receive", Node: x.ends.node.Name(), Detail: x.String() + ": copies of the device", Err: van.TimedOut(context.Cause(ctx))}
 			}
 			if x.failed.Load() != nil {
 				return r.ended()

@@ -43,7 +43,7 @@ func both(t *testing.T) (worker, server *Ends, device *simgpu.Device) {
 // TestLiars: a message that makes no sense is a logged error, and changes nothing.
 func TestLiars(t *testing.T) {
 	worker, server, _ := both(t)
-	w, s := worker.dir.node.ID(), server.dir.node.ID()
+	w, s := worker.node.ID(), server.node.ID()
 	say := func(v verb, id uint64) *note { n := example(v); n.id = id; return &n }
 	for i := range maxOffers {
 		if err := server.take(w, say(verbOffer, uint64(i))); err != nil {
@@ -72,9 +72,9 @@ func TestLiars(t *testing.T) {
 		}
 	}
 	offers := func() int {
-		server.dir.mu.Lock()
-		defer server.dir.mu.Unlock()
-		return len(server.dir.offers)
+		server.mu.Lock()
+		defer server.mu.Unlock()
+		return len(server.offers)
 	}
 	if n := offers(); n != maxOffers {
 		t.Errorf("%d offers, want %d", n, maxOffers)
@@ -87,12 +87,12 @@ func TestLiars(t *testing.T) {
 // TestSameKeys: of several offers with the keys that a server has prepared, the first is taken.
 func TestSameKeys(t *testing.T) {
 	worker, server, d := both(t)
-	w := worker.dir.node.ID()
+	w := worker.node.ID()
 	tensor, err := af.NewTensor(d.Mem(make([]byte, 8)), af.Uint8, 8)
 	if err != nil {
 		t.Fatal(err)
 	}
-	x := &Exchange{dir: &server.dir, done: make(chan struct{}), ending: gpusync.NewEnding(1), peers: []*peer{{id: w, in: []af.KeyTensor{{Key: 1, Val: tensor}}}}}
+	x := &Exchange{ends: server, done: make(chan struct{}), ending: gpusync.NewEnding(1), peers: []*peer{{id: w, in: []af.KeyTensor{{Key: 1, Val: tensor}}}}}
 	const first = ^uint64(0) - 2 // numbers go on from 0
 	for i := range uint64(6) {
 		n := example(verbOffer)
@@ -102,9 +102,9 @@ func TestSameKeys(t *testing.T) {
 		}
 	}
 	for i := range uint64(6) {
-		server.dir.mu.Lock()
+		server.mu.Lock()
 		found, err := x.match()
-		server.dir.mu.Unlock()
+		server.mu.Unlock()
 		if !found || err != nil || x.names[0].id != first+i {
 			t.Fatalf("match %d: %t, %v, offer %d of them", i, found, err, x.names[0].id-first)
 		}
@@ -115,12 +115,12 @@ func TestSameKeys(t *testing.T) {
 // with the replacement process.
 func TestOfferOfALostWorker(t *testing.T) {
 	worker, server, d := both(t)
-	w, other := worker.dir.node.ID(), van.WorkerID(1)
+	w, other := worker.node.ID(), van.WorkerID(1)
 	tensor, err := af.NewTensor(d.Mem(make([]byte, 8)), af.Uint8, 8)
 	if err != nil {
 		t.Fatal(err)
 	}
-	x := &Exchange{dir: &server.dir, done: make(chan struct{}), ending: gpusync.NewEnding(1), peers: []*peer{{id: w, in: []af.KeyTensor{{Key: 1, Val: tensor}}}}}
+	x := &Exchange{ends: server, done: make(chan struct{}), ending: gpusync.NewEnding(1), peers: []*peer{{id: w, in: []af.KeyTensor{{Key: 1, Val: tensor}}}}}
 	offer := func(from int, id uint64) {
 		n := example(verbOffer)
 		n.id, n.out, n.in = id, parts(x.peers[0].in), nil
@@ -132,9 +132,9 @@ func TestOfferOfALostWorker(t *testing.T) {
 	offer(other, 1)
 	server.peerChanged(w, false, van.ErrPeerLost)
 	offer(w, 2)
-	server.dir.mu.Lock()
-	defer server.dir.mu.Unlock()
-	if n := len(server.dir.offers); n != 2 {
+	server.mu.Lock()
+	defer server.mu.Unlock()
+	if n := len(server.offers); n != 2 {
 		t.Errorf("%d offers, want one of each worker", n)
 	}
 	if found, err := x.match(); !found || err != nil || x.names[0].id != 2 {
@@ -157,16 +157,16 @@ func TestOfferToTheNextServer(t *testing.T) {
 		ended <- err
 	}()
 	offered := func() bool {
-		server.dir.mu.Lock()
-		defer server.dir.mu.Unlock()
-		return len(server.dir.offers) == 1
+		server.mu.Lock()
+		defer server.mu.Unlock()
+		return len(server.offers) == 1
 	}
 	vantest.Eventually(t, 20*time.Second, "the offer has come", offered)
-	server.dir.mu.Lock()
-	clear(server.dir.offers) // as a new process has none
-	server.dir.mu.Unlock()
-	worker.peerChanged(server.dir.node.ID(), false, van.ErrPeerLost)
-	worker.peerChanged(server.dir.node.ID(), true, nil)
+	server.mu.Lock()
+	clear(server.offers) // as a new process has none
+	server.mu.Unlock()
+	worker.peerChanged(server.node.ID(), false, van.ErrPeerLost)
+	worker.peerChanged(server.node.ID(), true, nil)
 	vantest.Eventually(t, 20*time.Second, "it has come again", offered)
 	cancel()
 	if err := <-ended; !errors.Is(err, context.Canceled) {
@@ -204,12 +204,12 @@ func TestWrongMemory(t *testing.T) {
 			}()
 			var id uint64
 			for found := false; !found; {
-				server.dir.mu.Lock()
-				changed := server.dir.changed
-				for k := range server.dir.offers {
+				server.mu.Lock()
+				changed := server.changed
+				for k := range server.offers {
 					id, found = k.id, true
 				}
-				server.dir.mu.Unlock()
+				server.mu.Unlock()
 				if !found {
 					<-changed
 				}
@@ -230,7 +230,7 @@ func TestWrongMemory(t *testing.T) {
 				t.Fatal(err)
 			}
 			c.change(&answer)
-			if err := server.dir.send(worker.dir.node.ID(), &answer); err != nil {
+			if err := server.send(worker.node.ID(), &answer); err != nil {
 				t.Fatal(err)
 			}
 			if err := <-failed; err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), "server 0") {
@@ -272,13 +272,13 @@ func TestOfferBehindItsEnd(t *testing.T) {
 		}
 		return []af.KeyTensor{{Key: 1, Val: x}}
 	}
-	x := &Exchange{dir: &worker.dir, first: true, ending: gpusync.NewEnding(1), peers: []*peer{{id: server.dir.node.ID(), out: list("worker")}}}
-	own, err := x.make(&worker.memory)
+	x := &Exchange{ends: worker, first: true, ending: gpusync.NewEnding(1), peers: []*peer{{id: server.node.ID(), out: list("worker")}}}
+	own, err := x.make()
 	if err != nil {
 		t.Fatal(err)
 	}
 	own[0].verb, own[0].id = verbOffer, 7
-	if err := worker.dir.send(server.dir.node.ID(), own[0]); err != nil {
+	if err := worker.send(server.node.ID(), own[0]); err != nil {
 		t.Fatal(err)
 	}
 	y, err := server.Prepare(t.Context(), nil, list("server"), nil)
@@ -323,32 +323,31 @@ func TestGivenUpOfferIsTakenBack(t *testing.T) {
 	offers := func(n int) {
 		t.Helper()
 		vantest.Eventually(t, 20*time.Second, "offers at the server", func() bool {
-			server.dir.mu.Lock()
-			defer server.dir.mu.Unlock()
-			return len(server.dir.offers) == n
+			server.mu.Lock()
+			defer server.mu.Unlock()
+			return len(server.offers) == n
 		})
 	}
 	v, err := af.NewTensor(device.Mem(make([]byte, 8)), af.Uint8, 8)
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := &worker.dir
-	x, err := newExchange(d, nil, []af.KeyTensor{{Key: 1, Val: v}}, nil, nil)
+	x, err := newExchange(worker, nil, []af.KeyTensor{{Key: 1, Val: v}}, nil, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	own, err := x.make(&worker.memory)
+	own, err := x.make()
 	if err != nil {
 		t.Fatal(err)
 	}
-	d.mu.Lock()
-	x.names = []name{{d.node.ID(), d.last.Add(1)}}
-	d.all[x.names[0]] = x
-	d.mu.Unlock()
+	worker.mu.Lock()
+	x.names = []name{{worker.node.ID(), worker.last.Add(1)}}
+	worker.all[x.names[0]] = x
+	worker.mu.Unlock()
 	x.fail(van.ErrTimeout)
 	<-x.done // the server has been sent the notice
 	own[0].verb, own[0].id = verbOffer, x.names[0].id
-	if err := d.send(server.dir.node.ID(), own[0]); err != nil {
+	if err := worker.send(server.node.ID(), own[0]); err != nil {
 		t.Fatal(err)
 	}
 	offers(1)

@@ -10,7 +10,7 @@ import (
 // That one has all its time, and is asked about by itself before it is over.
 func TestAnswerOfTheRoundBefore(t *testing.T) {
 	const limit = uint64(time.Second)
-	x := &Exchange{dir: &directory{changed: make(chan struct{})}, done: make(chan struct{}),
+	x := &Exchange{ends: &Ends{changed: make(chan struct{})}, done: make(chan struct{}),
 		timing: timing{limit: time.Duration(limit), begun: new(atomic.Uint32), answer: make(chan bool, 1)}}
 	x.timing.begun.Store(unseen)
 	x.check(1)
@@ -20,7 +20,7 @@ func TestAnswerOfTheRoundBefore(t *testing.T) {
 	x.timing.answer <- true
 	x.check(4)
 	x.check(3 + limit) // it has had its time: the device is asked, where the words of no peer are missing
-	x.dir.failing.Wait()
+	x.ends.failing.Wait()
 	x.check(4 + limit)
 	if err := x.failed.Load(); err != nil {
 		t.Errorf("a round that was answered: %v", *err)

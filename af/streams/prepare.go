@@ -20,10 +20,10 @@ import (
 )
 
 // newExchange checks the arguments of a Prepare.
-func newExchange(d *directory, peers []int, push, pull []af.KeyTensor, opts []Option) (*Exchange, error) {
-	x := &Exchange{dir: d, first: d.node.Role() == van.Worker, done: make(chan struct{}), timing: timing{answer: make(chan bool, 1)}}
+func newExchange(e *Ends, peers []int, push, pull []af.KeyTensor, opts []Option) (*Exchange, error) {
+	x := &Exchange{ends: e, first: e.node.Role() == van.Worker, done: make(chan struct{}), timing: timing{answer: make(chan bool, 1)}}
 	if x.first {
-		x.timing.limit = d.node.Limit(0)
+		x.timing.limit = e.node.Limit(0)
 	}
 	for _, o := range opts {
 		if o == nil {
@@ -35,7 +35,7 @@ func newExchange(d *directory, peers []int, push, pull []af.KeyTensor, opts []Op
 	if err := x.divide(peers, push, pull); err != nil {
 		return nil, err
 	}
-	x.spin, x.crowded = d.node.Config().BusyPoll.Spin(), runtime.GOMAXPROCS(0) <= fewThreads
+	x.spin, x.crowded = e.node.Config().BusyPoll.Spin(), runtime.GOMAXPROCS(0) <= fewThreads
 	if x.spin > 0 {
 		x.spin += time.Duration(bytesOf(push, pull) / bytesEach)
 	}
@@ -64,8 +64,8 @@ func bytesOf(lists ...[]af.KeyTensor) (n int) {
 const fewThreads = 3
 
 // connect creates this end, and waits until all peers have created theirs.
-func (x *Exchange) connect(ctx context.Context, m *memory) error {
-	own, err := x.make(m)
+func (x *Exchange) connect(ctx context.Context) error {
+	own, err := x.make()
 	if err != nil {
 		return err
 	}
@@ -86,7 +86,7 @@ func (x *Exchange) cancel(err error) {
 
 // divide checks the arguments and assigns each peer its tensors.
 func (x *Exchange) divide(ranks []int, push, pull []af.KeyTensor) error {
-	node := x.dir.node
+	node := x.ends.node
 	t := node.Topology()
 	ids := t.ServerInstances()
 	if !x.first {
@@ -169,15 +169,16 @@ func (x *Exchange) apart(push, pull []af.KeyTensor, peers int) error {
 	return nil
 }
 
-// make allocates flags from m, and describes the tensors that peers are to copy: one note for each peer.
-func (x *Exchange) make(m *memory) (own []*note, err error) {
+// make allocates flags, and describes the tensors that peers are to copy: one note for each peer.
+func (x *Exchange) make() (own []*note, err error) {
+	m := &x.ends.memory
 	first := note{host: x.host != nil}
 	x.mem = exchangeMemory{m: m, peers: make([]peerMemory, len(x.peers))}
 	if x.host != nil {
-		first.flags, err = m.makeHost(x.dir.node.Backend(), x.host, len(x.peers))
+		first.flags, err = m.makeHost(x.ends.node.Backend(), x.host, len(x.peers))
 	} else {
 		limited := x.timing.limit > 0
-		if first.flags, err = x.mem.make(x.dir.node.Backend(), x.first, limited); err == nil && limited {
+		if first.flags, err = x.mem.make(x.ends.node.Backend(), x.first, limited); err == nil && limited {
 			x.timing.begun = gpusync.OnHost(x.mem.begun)
 		}
 	}
@@ -203,30 +204,30 @@ func (x *Exchange) make(m *memory) (own []*note, err error) {
 // offer is the worker's part of the preparation: it sends its tensors and flags to the servers, and waits for the
 // answers of all. A server that is not connected is waited for.
 func (x *Exchange) offer(ctx context.Context, own []*note) error {
-	d := x.dir
-	id := d.last.Add(1)
-	d.mu.Lock()
-	if d.over != nil {
-		defer d.mu.Unlock()
-		return d.over
+	e := x.ends
+	id := e.last.Add(1)
+	e.mu.Lock()
+	if e.over != nil {
+		defer e.mu.Unlock()
+		return e.over
 	}
-	x.names, x.connecting = []name{{d.node.ID(), id}}, true
-	d.all[x.names[0]] = x
-	d.mu.Unlock()
+	x.names, x.connecting = []name{{e.node.ID(), id}}, true
+	e.all[x.names[0]] = x
+	e.mu.Unlock()
 	tell := func() error {
 		for i, p := range x.peers {
-			d.mu.Lock()
+			e.mu.Lock()
 			offered := p.offered
 			p.offered = true // reset if the peer is lost later
-			d.mu.Unlock()
+			e.mu.Unlock()
 			if offered {
 				continue
 			}
 			own[i].verb, own[i].id = verbOffer, id
-			if err := d.send(p.id, own[i]); err != nil {
-				d.mu.Lock()
+			if err := e.send(p.id, own[i]); err != nil {
+				e.mu.Lock()
 				p.offered = false
-				d.mu.Unlock()
+				e.mu.Unlock()
 				if !errors.Is(err, van.ErrPeerLost) {
 					return err
 				}
@@ -252,27 +253,27 @@ func (x *Exchange) offer(ctx context.Context, own []*note) error {
 	return nil
 }
 
-// accepted handles a server's answer. dir.mu is held.
+// accepted handles a server's answer. ends.mu is held.
 func (x *Exchange) accepted(from int, n *note) error {
 	i := x.with(from)
 	if i < 0 || x.peers[i].said != nil {
 		return fmt.Errorf("%w: an unexpected or second answer to exchange %d", van.ErrMalformed, n.id)
 	}
 	x.peers[i].said = n
-	x.dir.wake()
+	x.ends.wake()
 	return nil
 }
 
 // accept is the server's part of the preparation: it waits for the offers of all workers, and answers.
 func (x *Exchange) accept(ctx context.Context, own []*note) error {
-	d := x.dir
-	d.mu.Lock()
-	d.waiting = append(d.waiting, x)
-	d.mu.Unlock()
+	e := x.ends
+	e.mu.Lock()
+	e.waiting = append(e.waiting, x)
+	e.mu.Unlock()
 	err := x.await(ctx, func() error { return nil }, x.match, x.unmatched)
-	d.mu.Lock()
-	d.unwait(x)
-	d.mu.Unlock()
+	e.mu.Lock()
+	e.unwait(x)
+	e.mu.Unlock()
 	if err != nil {
 		return err
 	}
@@ -283,34 +284,27 @@ func (x *Exchange) accept(ctx context.Context, own []*note) error {
 	}
 	for i, p := range x.peers {
 		own[i].verb, own[i].id, own[i].in = verbAccept, p.said.id, nil
-		if err := d.send(p.id, own[i]); err != nil {
+		if err := e.send(p.id, own[i]); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// match takes the offers that match x, when all workers have sent theirs. dir.mu is held.
+// match takes the offers that match x, when all workers have sent theirs. ends.mu is held.
 func (x *Exchange) match() (bool, error) {
-	d := x.dir
+	e := x.ends
 	found := make([]name, 0, len(x.peers))
 	for _, p := range x.peers {
-		var same []name // equal keys may be offered and awaited more than once
-		for k, n := range d.offers {
-			if k.worker == p.id && p.same(n) {
-				same = append(same, k)
-			}
-		}
-		slices.SortFunc(same, func(a, b name) int { return cmp.Compare(int64(a.id-b.id), 0) })
-		turn := before(d, x, p)
+		same, turn := e.sameOffers(p), before(e, x, p)
 		if turn >= len(same) {
 			continue
 		}
 		first := &same[turn]
-		n := d.offers[*first]
-		if err := cmp.Or(d.alike(x, p, n), x.fits(p, n.out, p.in), x.fits(p, n.in, p.out)); err != nil {
-			delete(d.offers, *first)
-			d.failing.Go(func() { _ = d.send(p.id, &note{verb: verbOver, id: n.id, text: err.Error()}) })
+		n := e.offers[*first]
+		if err := cmp.Or(e.alike(x, p, n), x.fits(p, n.out, p.in), x.fits(p, n.in, p.out)); err != nil {
+			delete(e.offers, *first)
+			e.failing.Go(func() { _ = e.send(p.id, &note{verb: verbOver, id: n.id, text: err.Error()}) })
 			return false, err
 		}
 		found = append(found, *first)
@@ -319,21 +313,30 @@ func (x *Exchange) match() (bool, error) {
 		return false, nil
 	}
 	for i, k := range found {
-		x.peers[i].said = d.offers[k]
-		delete(d.offers, k)
-		d.all[k] = x
+		x.peers[i].said = e.offers[k]
+		delete(e.offers, k)
+		e.all[k] = x
 	}
 	x.names = found
-	d.unwait(x)
+	e.unwait(x)
 	return true, nil
 }
 
-// same reports whether a worker's offer matches p.
-func (p *peer) same(n *note) bool { return sameKeys(n.out, p.in) && sameKeys(n.in, p.out) }
+// sameOffers returns the names of a worker's offers with the keys of p, in call order: equal keys may be offered and
+// awaited more than once. mu is held.
+func (e *Ends) sameOffers(p *peer) (same []name) {
+	for k, n := range e.offers {
+		if k.worker == p.id && sameKeys(n.out, p.in) && sameKeys(n.in, p.out) {
+			same = append(same, k)
+		}
+	}
+	slices.SortFunc(same, func(a, b name) int { return cmp.Compare(int64(a.id-b.id), 0) })
+	return same
+}
 
-// before returns how many offers with p's keys belong to earlier calls of Prepare. dir.mu is held.
-func before(d *directory, x *Exchange, p *peer) (n int) {
-	for _, y := range d.waiting {
+// before returns how many offers with p's keys belong to earlier calls of Prepare. ends.mu is held.
+func before(e *Ends, x *Exchange, p *peer) (n int) {
+	for _, y := range e.waiting {
 		if y == x {
 			break
 		}
@@ -355,11 +358,11 @@ func sameKeys(p []part, l []af.KeyTensor) bool {
 // fits returns an error if keys or lengths of a peer's tensors differ from those of l.
 func (x *Exchange) fits(p *peer, theirs []part, l []af.KeyTensor) error {
 	if !sameKeys(theirs, l) {
-		return fmt.Errorf("%w: %s has tensors with keys %v, want %v", van.ErrMalformed, x.dir.node.PeerName(p.id), keysOf(theirs), keysOf(parts(l)))
+		return fmt.Errorf("%w: %s has tensors with keys %v, want %v", van.ErrMalformed, x.ends.node.PeerName(p.id), keysOf(theirs), keysOf(parts(l)))
 	}
 	for i := range l {
 		if theirs[i].len != l[i].Val.Len() {
-			return fmt.Errorf("%w: the tensor with key %d has %d bytes at %s, and %d here", van.ErrInvalid, l[i].Key, theirs[i].len, x.dir.node.PeerName(p.id), l[i].Val.Len())
+			return fmt.Errorf("%w: the tensor with key %d has %d bytes at %s, and %d here", van.ErrInvalid, l[i].Key, theirs[i].len, x.ends.node.PeerName(p.id), l[i].Val.Len())
 		}
 	}
 	return nil
@@ -373,10 +376,10 @@ func keysOf(p []part) []uint64 {
 	return k
 }
 
-// unmatched describes the offers of workers that do not match. dir.mu is held.
+// unmatched describes the offers of workers that do not match. ends.mu is held.
 func (x *Exchange) unmatched() string {
 	var others []string
-	for k, n := range x.dir.offers {
+	for k, n := range x.ends.offers {
 		if x.with(k.worker) >= 0 {
 			others = append(others, fmt.Sprintf("%s pushes keys %v and pulls %v", van.NodeName(k.worker), keysOf(n.out), keysOf(n.in)))
 		}
@@ -389,41 +392,41 @@ func (x *Exchange) unmatched() string {
 	return what
 }
 
-// await waits until done returns true; done is called with dir.mu held. It calls step before each call of done, at
+// await waits until done returns true; done is called with ends.mu held. It calls step before each call of done, at
 // the start and after each change of the directory. missing describes, for the error, the pending steps of the
 // silent peers.
 func (x *Exchange) await(ctx context.Context, step func() error, done func() (bool, error), missing func() string) error {
-	d, begun := x.dir, clock.Now()
+	e, begun := x.ends, clock.Now()
 	for {
-		d.mu.Lock()
-		changed := d.changed
-		d.mu.Unlock()
+		e.mu.Lock()
+		changed := e.changed
+		e.mu.Unlock()
 		if err := step(); err != nil {
 			return err
 		}
-		d.mu.Lock()
+		e.mu.Lock()
 		ok, err := done()
 		if f := x.failed.Load(); f != nil {
 			err = cmp.Or(err, *f)
 		}
 		if err == nil {
-			err = d.over
+			err = e.over
 		}
-		d.mu.Unlock()
+		e.mu.Unlock()
 		if ok || err != nil {
 			return err
 		}
 		select {
 		case <-changed:
-		case <-d.node.Ended():
-			return cmp.Or(d.node.Alive(), van.ErrClosed)
+		case <-e.node.Ended():
+			return cmp.Or(e.node.Alive(), van.ErrClosed)
 		case <-ctx.Done():
-			d.mu.Lock()
-			defer d.mu.Unlock()
+			e.mu.Lock()
+			defer e.mu.Unlock()
 			var who []string
 			for _, p := range x.peers {
-				if p.said == nil && !slices.ContainsFunc(d.offersOf(p), p.same) {
-					who = append(who, d.node.PeerName(p.id))
+				if p.said == nil && len(e.sameOffers(p)) == 0 {
+					who = append(who, e.node.PeerName(p.id))
 				}
 			}
 			return &van.Error{Op: "wait for the other ends", Peer: strings.Join(who, ", "), Detail: missing(),
@@ -444,7 +447,7 @@ func (x *Exchange) reach(i int, p *peer) error {
 		err = x.mem.mapOut(i, p.said.out, p.in)
 	}
 	if err != nil {
-		return &van.Error{Op: "map memory", Peer: x.dir.node.PeerName(p.id), Err: err, Hint: "stream exchanges need GPUs of one host with access to each other (stepaf doctor)"}
+		return &van.Error{Op: "map memory", Peer: x.ends.node.PeerName(p.id), Err: err, Hint: "stream exchanges need GPUs of one host with access to each other (stepaf doctor)"}
 	}
 	return nil
 }
