@@ -35,7 +35,7 @@ type Comm struct {
 	limit time.Duration // of each call; negative means no limit
 }
 
-// Task is an operation that waits for other ranks: a call of a communicator, or the creation of one.
+// Task is an operation that waits for other nodes, such as the creation of a communicator.
 type Task struct {
 	canceller
 	done chan struct{}
@@ -51,13 +51,19 @@ func (c canceller) Cancel() { c.cancel(van.ErrTimeout) }
 // Interrupt ends the operation with errInterrupted, unless it has ended already.
 func (c canceller) Interrupt() { c.cancel(errInterrupted) }
 
-// newTask runs f in a goroutine. limit is the limit of f's context; a negative limit means none.
+// newTask runs f in a goroutine. limit is the limit of f's context, with the cause van.ErrTimeout; a negative limit means
+// none.
 func newTask(limit time.Duration, f func(context.Context) error) *Task {
+	return startTask(limit, van.ErrTimeout, f)
+}
+
+// startTask is newTask with another cause, or with the context's own if late is nil.
+func startTask(limit time.Duration, late error, f func(context.Context) error) *Task {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	t := &Task{canceller: canceller{cancel}, done: make(chan struct{})}
 	ended := func() {}
 	if limit >= 0 {
-		ctx, ended = context.WithTimeoutCause(ctx, limit, van.ErrTimeout)
+		ctx, ended = context.WithTimeoutCause(ctx, limit, late)
 	}
 	go func() {
 		t.err = f(ctx)

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/cluster"
+	"github.com/stepaf/stepaf-go/internal/wake"
 )
 
 // Sockets are the addresses of a node's sockets, by which peers notice that its process has
@@ -29,12 +30,7 @@ const lookUpTime = time.Second
 func (s *Session) watchSockets(publish func(Sockets)) {
 	app := (*cluster.Node)(s.node).App()
 	changed := make(chan struct{}, 1)
-	app.OnPeers(func() {
-		select {
-		case changed <- struct{}{}:
-		default:
-		}
-	})
+	app.OnPeers(func() { wake.Put(changed) })
 	publish(socketsOf(app.Addresses()))
 	go func() {
 		for {

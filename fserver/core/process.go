@@ -34,11 +34,9 @@ type Process struct {
 
 // job is a call that waits for other nodes.
 type job struct {
-	op     string
-	cancel context.CancelFunc
-	done   chan struct{}
-	err    error
-	left   bool // canceled, and did not end in time; guarded by Process.mu
+	op string
+	*Task
+	left bool // canceled, and did not end in time; guarded by Process.mu
 }
 
 var (
@@ -90,17 +88,7 @@ func (p *Process) begin(op string, limit time.Duration, prepare func() (func(con
 	case p.job != nil:
 		return fmt.Errorf("%s: %w: another thread is in %s()", op, ErrMisuse, p.job.op)
 	}
-	ctx, cancel := context.WithCancel(context.Background())
-	if limit >= 0 {
-		ctx, cancel = context.WithTimeout(context.Background(), limit)
-	}
-	j := &job{op: op, cancel: cancel, done: make(chan struct{})}
-	p.job = j
-	go func() {
-		j.err = f(ctx)
-		cancel()
-		close(j.done)
-	}()
+	p.job = &job{op: op, Task: startTask(limit, nil, f)}
 	return nil
 }
 
@@ -197,11 +185,11 @@ func (p *Process) Wait(slice time.Duration) error {
 	if j == nil {
 		return nil
 	}
-	if err := awaitSlice(j.done, slice); err != nil {
-		return err
+	err := j.Wait(slice)
+	if err != ErrPending {
+		p.remove(j)
 	}
-	p.remove(j)
-	return j.err
+	return err
 }
 
 // Cancel cancels the job under way and waits until the job or ctx has ended: a transport or a driver may be in a call
@@ -212,7 +200,7 @@ func (p *Process) Cancel(ctx context.Context) error {
 	if j == nil {
 		return nil
 	}
-	j.cancel()
+	j.cancel(nil)
 	select {
 	case <-j.done:
 		p.remove(j)
