@@ -17,20 +17,18 @@ import (
 // on, for example to a device that pins it, makes the receiver refer to the Page.
 type Page struct{ Mem []byte }
 
-// Map maps n bytes of the file fd, which stays open.
-func Map(fd, n int) (*Page, error) { return mapPage(fd, n, unix.PROT_READ|unix.PROT_WRITE) }
-
 // NewPage creates a file of n bytes, see New, and maps it. The caller closes the file.
 func NewPage(n int) (fd int, p *Page, err error) {
 	if fd, err = New(n); err != nil {
 		return fd, nil, err
 	}
-	if p, err = Map(fd, n); err != nil {
+	if p, err = mapPage(fd, n, unix.PROT_READ|unix.PROT_WRITE); err != nil {
 		return -1, nil, errors.Join(err, unix.Close(fd))
 	}
 	return fd, p, nil
 }
 
+// mapPage maps n bytes of the file fd, which stays open.
 func mapPage(fd, n, access int) (*Page, error) {
 	mem, err := unix.Mmap(fd, 0, n, access, unix.MAP_SHARED|unix.MAP_POPULATE)
 	if err != nil {
