@@ -179,7 +179,7 @@ func (g *graphs) add(x *Prepared) (*rounds, error) {
 	if err != nil {
 		return nil, err
 	}
-	flag, err := g.page.Take(wordStride, wordPage, device.AllocPinned)
+	flag, err := g.page.TakePinned(device)
 	if err != nil {
 		return nil, err
 	}

@@ -23,9 +23,6 @@ const (
 	allRows = 0                   // the lower half during a round: all rows, or n rows as n+1 times 2
 
 	mostRows = math.MaxInt32 - 1
-
-	wordStride = 128  // words share no cache lines, also where these are fetched in pairs
-	wordPage   = 4096 // of pinned memory
 )
 
 // rounds are the rounds of a Prepared. Streams write and wait for the flag, the worker's goroutine executes the

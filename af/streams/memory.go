@@ -35,9 +35,6 @@ const (
 // poolBytes bounds the buffers for memory that cannot be shared.
 const poolBytes = 4 << 30
 
-// hostPage is the unit in which host memory is pinned.
-const hostPage = 4096
-
 // memory allocates flags for the exchanges of a node.
 type memory struct {
 	mu      sync.Mutex    // guards the fields below; held during calls of the driver
@@ -111,7 +108,7 @@ func (w *exchangeMemory) make(b backend.Backend, first, limited bool) (flags fla
 	if w.slot, err = m.page.Take(n, gpusync.PageLen, m.dev.Alloc); err != nil {
 		return flags, err
 	}
-	host, err := m.pinned.Take(slotStride, hostPage, m.dev.AllocPinned)
+	host, err := m.pinned.TakePinned(m.dev)
 	if err != nil {
 		return flags, err
 	}

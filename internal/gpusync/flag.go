@@ -89,3 +89,9 @@ func (p *Page) Take(n, size int, alloc func(int) (backend.Mem, error)) (m backen
 	}
 	return m, nil
 }
+
+// TakePinned returns 128 bytes of pinned host memory: flags share no cache lines, also where these are fetched in
+// pairs.
+func (p *Page) TakePinned(d backend.HostPinner) (backend.Mem, error) {
+	return p.Take(128, 4096, d.AllocPinned)
+}
