@@ -306,11 +306,7 @@ func (g *graphs) close() (done bool) {
 	if ended == nil {
 		return true
 	}
-	select {
-	case <-ended:
-		done = true
-	case <-time.After(gpusync.CloseLimit): // the goroutine waits for the driver, or the caller is a callback of it
-	}
+	done = gpusync.AwaitClose(ended) // not if the goroutine waits for the driver, or the caller is a callback of it
 	for _, r := range g.exchanges() {
 		r.rounds.ended.Store(idle)
 	}

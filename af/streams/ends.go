@@ -10,7 +10,6 @@ import (
 	"maps"
 	"slices"
 	"sync"
-	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/clock"
@@ -106,10 +105,7 @@ func (e *Ends) end(err error) {
 	e.stop(err)
 	done := make(chan struct{})
 	go func() { e.failing.Wait(); close(done) }()
-	select {
-	case <-done:
-	case <-time.After(gpusync.CloseLimit):
-	}
+	gpusync.AwaitClose(done)
 }
 
 // stop is end, but does not wait for goroutines that are already ending exchanges.

@@ -24,7 +24,6 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"github.com/stepaf/stepaf-go/af/collective"
 	"github.com/stepaf/stepaf-go/internal/gpusync"
@@ -118,10 +117,7 @@ func (v *onDevice) begin() error {
 	v.unwatch = app.OnPeer(v.peerChanged)
 	v.stopExit = app.OnExit(func() {
 		v.b.fail(cmp.Or(app.Alive(), van.ErrClosed))
-		select {
-		case <-v.freed:
-		case <-time.After(gpusync.CloseLimit):
-		}
+		gpusync.AwaitClose(v.freed)
 	})
 	return v.ending.Begin(&v.b.over)
 }

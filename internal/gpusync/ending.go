@@ -9,11 +9,11 @@ import (
 	"time"
 )
 
-// EndLimit is how long the streams of an ended exchange wait for a peer to confirm the end. CloseLimit is the limit of
+// EndLimit is how long the streams of an ended exchange wait for a peer to confirm the end. closeLimit is the limit of
 // a node that ends, for this and for calls of the driver.
 const (
 	EndLimit   = 10 * time.Second
-	CloseLimit = time.Second
+	closeLimit = time.Second
 )
 
 // Ending is the end of an exchange on all of its peers. When an exchange has ended here, its waiting streams are
@@ -56,7 +56,7 @@ func (e *Ending) Over(peer int) {
 	e.changed = make(chan struct{})
 }
 
-// Await waits until all peers have confirmed the end, or the node has ended, and returns -1 then. After EndLimit, or CloseLimit after
+// Await waits until all peers have confirmed the end, or the node has ended, and returns -1 then. After EndLimit, or closeLimit after
 // closing is closed, it returns the first peer that has not confirmed. closing may be nil.
 func (e *Ending) Await(ended, closing <-chan struct{}) (late int) {
 	patience := time.NewTimer(EndLimit)
@@ -74,10 +74,21 @@ func (e *Ending) Await(ended, closing <-chan struct{}) (late int) {
 			return -1
 		case <-closing:
 			closing = nil
-			patience.Reset(CloseLimit)
+			patience.Reset(closeLimit)
 		case <-patience.C:
 			return i
 		}
+	}
+}
+
+// AwaitClose waits until done is closed, while a node ends. It returns false after closeLimit: a goroutine may wait for
+// the driver.
+func AwaitClose(done <-chan struct{}) bool {
+	select {
+	case <-done:
+		return true
+	case <-time.After(closeLimit):
+		return false
 	}
 }
 

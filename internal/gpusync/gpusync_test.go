@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestEnding: Await waits for all peers, for EndLimit, or for CloseLimit after the node has begun to end.
+// TestEnding: Await waits for all peers, for EndLimit, or for closeLimit after the node has begun to end.
 func TestEnding(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		e, begun := NewEnding(2), time.Now()
@@ -22,8 +22,12 @@ func TestEnding(t *testing.T) {
 		}
 		closing, begun := make(chan struct{}), time.Now()
 		close(closing)
-		if late := e.Await(nil, closing); late != 1 || time.Since(begun) != CloseLimit {
-			t.Errorf("peer %d after %v, want 1 after %v", late, time.Since(begun), CloseLimit)
+		if late := e.Await(nil, closing); late != 1 || time.Since(begun) != closeLimit {
+			t.Errorf("peer %d after %v, want 1 after %v", late, time.Since(begun), closeLimit)
+		}
+		begun = time.Now()
+		if AwaitClose(nil) || !AwaitClose(closing) || time.Since(begun) != closeLimit {
+			t.Errorf("AwaitClose has taken %v, want %v for a channel that is not closed", time.Since(begun), closeLimit)
 		}
 		if late := e.Await(closing, nil); late != -1 {
 			t.Errorf("waits for peer %d, but the node has ended", late)
