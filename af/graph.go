@@ -148,7 +148,7 @@ var noTime = func() context.Context {
 
 // late reports whether the round under way exceeds its limit.
 func (r *replayed) late() bool {
-	return r.most > 0 && time.Duration(clock.Now()-r.begun) > r.most
+	return r.most > 0 && clock.Since(r.begun) > r.most
 }
 
 // graphs are the replayed exchanges of a worker. One goroutine, which starts with the first exchange, polls their
@@ -255,7 +255,7 @@ func (g *graphs) run() {
 		if g.something() {
 			continue
 		}
-		quiet := time.Duration(clock.Now() - last)
+		quiet := clock.Since(last)
 		if g.spin < 0 || quiet < g.spin {
 			runtime.Gosched()
 			continue
@@ -274,7 +274,7 @@ func (g *graphs) run() {
 // example because the driver's queue is full of replays. watch does not call the driver.
 func (g *graphs) watch(over <-chan struct{}) {
 	gpusync.Watch(func() {
-		still := time.Duration(clock.Now() - g.turn.Load())
+		still := clock.Since(g.turn.Load())
 		for _, r := range g.exchanges() {
 			if r.rounds.round.Load() != idle {
 				r.rounds.release(still)

@@ -10,7 +10,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/cluster"
@@ -130,7 +129,7 @@ func (c *Comm) join(ctx context.Context, op string) error {
 	}
 	if err != nil {
 		return &van.Error{Op: op, Node: c.b.node.Name(), Detail: fmt.Sprintf("communicator %d", c.b.id),
-			Elapsed: time.Duration(clock.Now() - begun), Limit: limit, Err: err}
+			Elapsed: clock.Since(begun), Limit: limit, Err: err}
 	}
 	return nil
 }

@@ -65,7 +65,7 @@ func equip(o *op) {
 
 // served reports whether lateAfter has passed since the other ranks were given their parts.
 func (d *deviceCopy) served() bool {
-	return d.unserved.Load() == 0 && clock.Now()-d.lastServed.Load() > uint64(lateAfter)
+	return d.unserved.Load() == 0 && clock.Since(d.lastServed.Load()) > lateAfter
 }
 
 // startBehind makes one call, which begins when the work that the stream contains now is done.
@@ -239,12 +239,12 @@ func (l *copies) begin(r result) (backend.Event, error) {
 func (l *copies) settle() error {
 	i, is := l.b.node.Backend().(backend.StreamIdler)
 	begun := clock.Now()
-	for ; is && clock.Now()-begun < uint64(copyLimit); clock.Sleep(100 * time.Microsecond) {
+	for ; is && clock.Since(begun) < copyLimit; clock.Sleep(100 * time.Microsecond) {
 		if idle, err := i.Idle(l.stream); idle || err != nil {
 			return nil
 		}
 	}
-	return fmt.Errorf("%w: the copy may still be under way after %s", van.ErrTimeout, time.Duration(clock.Now()-begun))
+	return fmt.Errorf("%w: the copy may still be under way after %s", van.ErrTimeout, clock.Since(begun))
 }
 
 // close ends the use of the device. Work in its stream continues.
@@ -280,7 +280,7 @@ func (o *op) endCopy(err error) error {
 	begun := clock.Now()
 	if failed := o.device.copied.Sync(ctx); failed != nil {
 		late := &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Detail: o.String() + ": copy of this rank's own part, which may still be written",
-			Elapsed: time.Duration(clock.Now() - begun), Limit: copyLimit, Err: van.TimedOut(failed)}
+			Elapsed: clock.Since(begun), Limit: copyLimit, Err: van.TimedOut(failed)}
 		o.b.fail(late)
 		err = errors.Join(err, late)
 	}

@@ -93,7 +93,7 @@ const aliveEvery = 500 * time.Millisecond
 func (o *op) wait(ctx context.Context, slice time.Duration) error {
 	b := o.b
 	limit := b.limit(ctx)
-	left := func() time.Duration { return limit - time.Duration(clock.Now()-o.start) }
+	left := func() time.Duration { return limit - clock.Since(o.start) }
 	began := clock.Now()
 	late := false
 	next := func() time.Duration { // time until the next check
@@ -102,7 +102,7 @@ func (o *op) wait(ctx context.Context, slice time.Duration) error {
 			d = min(d, left())
 		}
 		if slice > 0 && !late {
-			d = min(d, slice-time.Duration(clock.Now()-began))
+			d = min(d, slice-clock.Since(began))
 		}
 		return max(d, 0)
 	}
@@ -137,7 +137,7 @@ func (o *op) wait(ctx context.Context, slice time.Duration) error {
 		} else if limit > 0 && !late && left() <= 0 {
 			o.cancel(van.ErrTimeout, limit)
 			late = true
-		} else if slice > 0 && !late && time.Duration(clock.Now()-began) >= slice {
+		} else if slice > 0 && !late && clock.Since(began) >= slice {
 			return postoffice.ErrPending
 		}
 	}
@@ -194,7 +194,7 @@ func (o *op) cancel(cause error, limit time.Duration) {
 		what = "the work before it in this rank's stream, or in that of an earlier call, is not done"
 	}
 	err := &van.Error{Op: kinds[o.call.kind], Node: b.node.Name(), Detail: o.String() + ": " + what,
-		Elapsed: time.Duration(clock.Now() - o.start), Limit: limit, Err: cause}
+		Elapsed: clock.Since(o.start), Limit: limit, Err: cause}
 	b.fail(err)
 	o.end(err)
 }

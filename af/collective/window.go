@@ -8,7 +8,6 @@ import (
 	"context"
 	"fmt"
 	"slices"
-	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
@@ -159,6 +158,6 @@ func (l *callWindow) await(ctx context.Context, op string) error {
 		return nil
 	case <-ctx.Done():
 		return &van.Error{Op: op, Node: l.b.node.Name(), Detail: fmt.Sprintf("communicator %d: others are still reading memory of this rank", l.b.id),
-			Elapsed: time.Duration(clock.Now() - begun), Limit: limit, Err: van.TimedOut(context.Cause(ctx))}
+			Elapsed: clock.Since(begun), Limit: limit, Err: van.TimedOut(context.Cause(ctx))}
 	}
 }

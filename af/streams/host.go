@@ -165,7 +165,7 @@ func (r receipt) cannotArrive(ctx context.Context) error {
 // and does not allocate.
 func (r receipt) late() (took time.Duration, late bool) {
 	limit := r.x.timing.limit
-	took = time.Duration(clock.Now() - r.h.since)
+	took = clock.Since(r.h.since)
 	return took, r.x.first && limit > 0 && took >= limit
 }
 
@@ -219,7 +219,7 @@ func (r receipt) finish(ctx context.Context) error {
 // the reason.
 func (r receipt) endedThere(ctx context.Context, i int) error {
 	x := r.x
-	for begun := clock.Now(); x.failed.Load() == nil && ctx.Err() == nil && time.Duration(clock.Now()-begun) < silence; {
+	for begun := clock.Now(); x.failed.Load() == nil && ctx.Err() == nil && clock.Since(begun) < silence; {
 		clock.Sleep(maxPause)
 	}
 	x.left(x.peers[i].id, "its end is over")

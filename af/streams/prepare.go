@@ -430,7 +430,7 @@ func (x *Exchange) await(ctx context.Context, step func() error, done func() (bo
 				}
 			}
 			return &van.Error{Op: "wait for the other ends", Peer: strings.Join(who, ", "), Detail: missing(),
-				Elapsed: time.Duration(clock.Now() - begun), Err: van.TimedOut(context.Cause(ctx))}
+				Elapsed: clock.Since(begun), Err: van.TimedOut(context.Cause(ctx))}
 		}
 	}
 }

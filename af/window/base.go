@@ -11,7 +11,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/commlayer"
 	"github.com/stepaf/stepaf-go/internal/wake"
@@ -78,9 +77,6 @@ func (b *base) copyIn(offset int, data backend.Mem) error {
 	}
 	return b.app.Backend().Copy(b.mem.Sub(offset, data.Len()), data)
 }
-
-// elapsed returns the time since begun, for errors.
-func elapsed(begun uint64) time.Duration { return time.Duration(clock.Now() - begun) }
 
 // peer is the state of a rank.
 type peer struct {

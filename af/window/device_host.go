@@ -120,7 +120,7 @@ func (l *streamIn) spin(ctx context.Context, signal int) {
 			return
 		case i%looksEach != 0:
 			continue
-		case elapsed(begun) >= most, ctx.Err() != nil, l.p.end() != nil, app.Alive() != nil:
+		case clock.Since(begun) >= most, ctx.Err() != nil, l.p.end() != nil, app.Alive() != nil:
 			return
 		}
 		runtime.Gosched()

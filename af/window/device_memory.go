@@ -230,9 +230,9 @@ func (m *memory) sleep(ctx context.Context, begun uint64, limit time.Duration, d
 		switch {
 		case ctx.Err() != nil:
 			return van.TimedOut(context.Cause(ctx))
-		case limit > 0 && elapsed(begun) >= limit:
+		case limit > 0 && clock.Since(begun) >= limit:
 			return van.ErrTimeout
-		case elapsed(looked) >= healthLook:
+		case clock.Since(looked) >= healthLook:
 			if _, err := m.read(m.whole.Sub(0, 4)); err != nil {
 				return err
 			}

@@ -163,7 +163,7 @@ func (l *streamOut) flush(ctx context.Context, op string) error {
 	_, _ = l.state()
 	if err != nil {
 		return &van.Error{Op: op, Node: w.app.Name(), Peer: w.layer.Name(l.p.rank), Detail: w.String() + ": the stream has not reached this work",
-			Elapsed: elapsed(begun), Limit: limit, Err: err}
+			Elapsed: clock.Since(begun), Limit: limit, Err: err}
 	}
 	return nil
 }
@@ -292,7 +292,7 @@ func (l *streamIn) await(ctx context.Context, op string, signal int) error {
 	for pause := 20 * time.Microsecond; ; {
 		over := p.failure(op) // read first: signals before the failure count
 		// The last poll reads the device.
-		ask = ask || ctx.Err() != nil || limit > 0 && elapsed(begun) >= limit
+		ask = ask || ctx.Err() != nil || limit > 0 && clock.Since(begun) >= limit
 		if came, err := l.take(signal, ask, over != nil); err != nil {
 			return l.p.w.wrong(op, l.p.rank, err)
 		} else if came {
@@ -301,7 +301,7 @@ func (l *streamIn) await(ctx context.Context, op string, signal int) error {
 		if err := w.app.Alive(); err != nil {
 			w.fail(err)
 		}
-		took := elapsed(begun)
+		took := clock.Since(begun)
 		x := waiter{p: p, what: waitSignal, n: uint64(signal)}
 		switch {
 		case over != nil:

@@ -104,7 +104,7 @@ func (x *waiter) sleep(ctx context.Context, op string, begun uint64, limit time.
 		}
 		pause := x.p.w.aliveEvery
 		if limit > 0 {
-			left := limit - elapsed(begun)
+			left := limit - clock.Since(begun)
 			if left <= 0 {
 				return x.late(op, begun, limit, van.ErrTimeout)
 			}
@@ -132,5 +132,5 @@ func (x *waiter) late(op string, begun uint64, limit time.Duration, cause error)
 		what = fmt.Sprintf("signal %d has not arrived", x.n)
 	}
 	return &van.Error{Op: op, Node: p.w.app.Name(), Peer: p.w.layer.Name(p.rank), Detail: p.w.String() + ": " + what,
-		Elapsed: elapsed(begun), Limit: limit, Err: cause}
+		Elapsed: clock.Since(begun), Limit: limit, Err: cause}
 }

@@ -42,3 +42,6 @@ func Sleep(d time.Duration) {
 
 // Now returns nanoseconds of CLOCK_MONOTONIC. It reads the clock once, without a system call, and allocates nothing.
 func Now() uint64 { return baseNano + uint64(time.Since(base)) }
+
+// Since returns the time since begun, a result of Now.
+func Since(begun uint64) time.Duration { return time.Duration(Now() - begun) }

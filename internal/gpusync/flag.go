@@ -59,7 +59,7 @@ const (
 // does nothing else.
 func AwaitWrite(word *atomic.Uint32, v uint32, limit time.Duration) error {
 	for begun := clock.Now(); word.Load() != v; {
-		switch took := time.Duration(clock.Now() - begun); {
+		switch took := clock.Since(begun); {
 		case took >= limit:
 			return fmt.Errorf("%w: the device did not write a flag", van.ErrTimeout)
 		case took >= writeSpin:

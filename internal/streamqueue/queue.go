@@ -166,7 +166,7 @@ func (q *Queue) next() (entry, bool) {
 		if begun == 0 {
 			begun = clock.Now()
 		}
-		for !q.Busy() && !q.closing.Load() && (q.spin < 0 || clock.Now()-begun < uint64(q.spin)) {
+		for !q.Busy() && !q.closing.Load() && (q.spin < 0 || clock.Since(begun) < q.spin) {
 			runtime.Gosched()
 		}
 		if !q.Busy() && !q.closing.Load() {
