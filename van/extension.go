@@ -88,7 +88,7 @@ func (s *Settings) flags() (f uint32) {
 }
 
 // ExtensionVersion is the version of this library's protocol between nodes.
-const ExtensionVersion = 5
+const ExtensionVersion = 6
 
 // ExtensionVersionOf returns the version of the extension in the endpoint field of a node record,
 // also if ParseExtension cannot read that version. It returns false for a C++ StepMesh node.

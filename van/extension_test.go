@@ -34,7 +34,7 @@ func TestExtension(t *testing.T) {
 			t.Errorf("%+v takes %d bytes", id, len(b))
 		}
 	}
-	want := []byte("SAFN\x05\x00\x00\x00\x98\xba\xdc\xfe\x04\x03\x02\x01\x00\x00\x00\x00\x00\x00\x00\x00ab")
+	want := []byte("SAFN\x06\x00\x00\x00\x98\xba\xdc\xfe\x04\x03\x02\x01\x00\x00\x00\x00\x00\x00\x00\x00ab")
 	if b := (&van.NodeExtension{Incarnation: 0xfedcba98, Cluster: 0x01020304, Local: []byte("ab")}).Encode(); !bytes.Equal(b, want) {
 		t.Errorf("encoded as %q, want %q", b, want)
 	}
@@ -62,7 +62,7 @@ func TestExtension(t *testing.T) {
 		ok   bool
 	}{
 		{want, van.ExtensionVersion, true},
-		{[]byte("SAFN\x06\x00\x00\x00 and what we do not know"), 6, true},
+		{[]byte("SAFN\x07\x00\x00\x00 and what we do not know"), 7, true},
 		{want[:8], van.ExtensionVersion, true},
 		{want[:7], 0, false},
 		{append([]byte("SAFL"), want[4:]...), 0, false},
@@ -77,8 +77,8 @@ func TestExtension(t *testing.T) {
 		"nothing":         nil,
 		"cut":             want[:23],
 		"other magic":     append([]byte("SAFL"), want[4:]...),
-		"other version":   append([]byte("SAFN\x06\x00\x00\x00"), want[8:]...),
-		"incarnation 0":   append([]byte("SAFN\x05\x00\x00\x00\x00\x00\x00\x00"), want[12:]...),
+		"other version":   append([]byte("SAFN\x07\x00\x00\x00"), want[8:]...),
+		"incarnation 0":   append([]byte("SAFN\x06\x00\x00\x00\x00\x00\x00\x00"), want[12:]...),
 		"more than fits":  append(bytes.Clone(want), make([]byte, 64)...),
 		"of the original": make([]byte, 64),
 	} {

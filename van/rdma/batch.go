@@ -13,11 +13,10 @@ import (
 //
 // Host values of up to inlineValue bytes are inline values. Each other value is written from where it lies: to the destination that the
 // request names, to a receive buffer that the peer has announced, or to the slot's value memory. Each part of the layout and each value in
-// the slot begins at a multiple of frameAlign.
+// the slot begins at a multiple of frameAlign. Other messages with values have the same layout without a directory: a placement for the
+// value of their only key, or for each frame.
 
 const (
-	// inlineValue is the length of the longest inline value. A longer one costs less as a write of its own than as a copy.
-	inlineValue = smallPayload - van.MaxFrames*frameAlign
 	// A batch of more than maxBatchBytes, or more than 1/batchShare of this node's own STEPAF_RDMA_PEER_BUDGET, which the peer probably
 	// has, too, is sent as the messages of ps-lite. The cost of a message does not matter then, and a slot for all values would need as
 	// much memory at once.
@@ -26,18 +25,6 @@ const (
 	// maxDestinations is the largest number of pull tensors of a batch. They are all registered when it is sent.
 	maxDestinations = 1024
 )
-
-// outPart is a part of a batch to be sent.
-type outPart struct {
-	key    uint64
-	len    int         // bytes of the value; 0: none
-	mem    backend.Mem // registered memory of the caller; empty if the value was copied
-	into   backend.Mem // of a pull: the destination of the answer
-	pull   pullKey     // of a pull
-	addr   uint64      // of an answer: the destination in the request; of a pull: that of into
-	rkey   uint32      // of addr; 0: the peer may not write there
-	placed bool        // the value is written to addr
-}
 
 // assembles reports whether msg, a batch, can be sent to p as one message. p.mu is held.
 func (p *peer) assembles(msg *van.Message) bool {
@@ -67,32 +54,6 @@ func (p *peer) assembles(msg *van.Message) bool {
 	return n <= maxMeta && n+total <= most && writes <= p.v.cm.SendDepth/2 && destinations <= maxDestinations
 }
 
-func isInline(v *backend.Mem) bool { return v.Len() <= inlineValue && v.OnHost() }
-
-// fillParts takes over the parts of msg, a batch.
-func (o *outgoing) fillParts(msg *van.Message) {
-	o.inMeta, o.inline = true, 0
-	o.parts = slices.Grow(o.parts[:0], len(msg.Parts))[:len(msg.Parts)]
-	for i := range msg.Parts {
-		x, v := &msg.Parts[i], &o.parts[i]
-		*v = outPart{key: x.Key, len: x.Vals.Len()}
-		switch {
-		case !msg.Request:
-			v.addr, v.rkey = x.Addr, uint32(x.Option)
-		case !x.Push && x.Into.Len() == x.Len && x.Into.Len() > 0:
-			v.into, v.pull = x.Into, pullKey{x.Timestamp, int16(msg.AppID), int16(msg.CustomerID), x.Key}
-		}
-		switch {
-		case isInline(&x.Vals):
-			o.copies = append(o.copies, x.Vals.Host()...)
-			o.inline += aligned(v.len)
-		default:
-			v.mem, o.zeroCopy, o.done = x.Vals, true, msg.Done
-			v.mem.Retain() // recycle releases it
-		}
-	}
-}
-
 // message returns the message that o, a batch that was not sent, was made of.
 func (o *outgoing) message() (*van.Message, error) {
 	m := &van.Message{}
@@ -118,8 +79,7 @@ func (o *outgoing) message() (*van.Message, error) {
 	return m, nil
 }
 
-// writes returns the number of work requests of o, a batch, on one queue pair. It returns 1 for another message: conn.SendQueue reserves
-// enough for that.
+// writes returns the number of work requests of o, a batch, on one queue pair. conn.SendQueue reserves enough for other messages.
 func (o *outgoing) writes() int {
 	n := 1
 	for i := range o.parts {
@@ -131,4 +91,4 @@ func (o *outgoing) writes() int {
 }
 
 // isBatch reports whether o is a batch.
-func (o *outgoing) isBatch() bool { return len(o.parts) > 0 }
+func (o *outgoing) isBatch() bool { return o.form == formBatch }

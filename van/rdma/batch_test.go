@@ -528,28 +528,6 @@ func TestBatchOfReplaced(t *testing.T) {
 	release()
 }
 
-// hostileBatch encodes a batch with a trailer. change may change the placements, and extra follows them.
-func hostileBatch(r *rig, m *van.Message, places []placement, extra []byte, t trailer) []byte {
-	r.Helper()
-	b := make([]byte, m.EncodedLen())
-	if err := m.EncodeTo(b); err != nil {
-		r.Fatal(err)
-	}
-	t.metaLen = len(b)
-	b = append(b, make([]byte, aligned(len(b))-len(b))...)
-	for i := range places {
-		var p [placementLen]byte
-		places[i].put(p[:])
-		b = append(b, p[:]...)
-	}
-	if len(extra) > 0 {
-		b = append(append(b, make([]byte, aligned(len(b))-len(b))...), extra...)
-	}
-	b = append(b, make([]byte, trailerLen)...)
-	t.put(b[len(b)-trailerLen:])
-	return b
-}
-
 // TestHostileBatch writes batches whose directory, placements and values do not match. None is delivered, and the slot works afterwards.
 func TestHostileBatch(t *testing.T) {
 	h := newHostileWorld(t, true)
@@ -557,7 +535,7 @@ func TestHostileBatch(t *testing.T) {
 		t.Fatal(err)
 	}
 	q := h.c.ask(slotRequest{metaLen: 1 << 16, dataNum: nativeSlotRequest, data: [4]uint64{4096, 0, 4096}, origin: 1})
-	good := trailer{inMeta: true}
+	good := trailer{}
 	put := func(b []byte) { h.c.notify(0, q.index, q.meta, q.metaKey, b) }
 	n := uint64(0)
 	for _, x := range []struct {
@@ -568,7 +546,7 @@ func TestHostileBatch(t *testing.T) {
 		extra  int
 		t      trailer
 	}{
-		{what: "frames", lens: []int{8}, places: []placement{{}}, extra: 8, t: trailer{inMeta: true, frames: 2}},
+		{what: "frames", lens: []int{8}, places: []placement{{}}, extra: 8, t: trailer{frames: 2}},
 		{what: "no placements", lens: []int{8}, t: good},
 		{what: "too few placements", lens: []int{8, 8, 8}, places: []placement{{}, {}}, t: good},
 		{what: "an inline value too long", lens: []int{9}, places: []placement{{}}, extra: 8, t: good},
@@ -593,7 +571,7 @@ func TestHostileBatch(t *testing.T) {
 		if x.change != nil {
 			x.change(m)
 		}
-		put(hostileBatch(h.rig, m, x.places, make([]byte, x.extra), x.t))
+		put(encodeParts(h.rig, m, x.places, make([]byte, x.extra), x.t))
 		n++
 		h.seen(n, x.what)
 	}
@@ -606,7 +584,7 @@ func TestHostileBatch(t *testing.T) {
 	// The slot still works. A value in the slot makes the server announce its buffer.
 	v := value(2000, 1)
 	h.c.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: q.data, RKey: q.dataKey}, v)
-	put(hostileBatch(h.rig, batch(h.s, 1, 0, 2000), []placement{{where: valueInSlot}}, nil, good))
+	put(encodeParts(h.rig, batch(h.s, 1, 0, 2000), []placement{{where: valueInSlot}}, nil, good))
 	got := h.s.next()
 	if len(got.Parts) != 1 || !bytes.Equal(got.Parts[0].Vals.Host(), v) {
 		t.Errorf("%d parts, or wrong bytes", len(got.Parts))
@@ -621,13 +599,13 @@ func TestHostileBatch(t *testing.T) {
 		n    int
 		addr uint64
 	}{{4097, r.addr}, {8, r.addr + 1}} {
-		put(hostileBatch(h.rig, batch(h.s, 1, 0, x.n), []placement{{where: valueInPlace, addr: x.addr}}, nil, good))
+		put(encodeParts(h.rig, batch(h.s, 1, 0, x.n), []placement{{where: valueInPlace, addr: x.addr}}, nil, good))
 		n++
 		h.seen(n, fmt.Sprintf("%d bytes at %#x of the buffer at %#x", x.n, x.addr, r.addr))
 	}
 	// Answers that nobody waits for are delivered without the values that were not sent.
 	a := answerTo(8, 0, []van.Part{{Key: 1, Len: 100, Timestamp: 7}, {Key: 2, Len: 8, Timestamp: 8}})
-	put(hostileBatch(h.rig, a, []placement{{where: valueInPlace, addr: 4096}, {}}, make([]byte, 8), good))
+	put(encodeParts(h.rig, a, []placement{{where: valueInPlace, addr: 4096}, {}}, make([]byte, 8), good))
 	got = h.s.next()
 	if len(got.Parts) != 2 || got.Parts[0].Vals.Len() != 0 || got.Parts[0].Placed || got.Parts[1].Vals.Len() != 8 {
 		t.Errorf("late answers have %d parts: %+v", len(got.Parts), got.Parts)
@@ -754,7 +732,7 @@ func FuzzBatch(f *testing.F) {
 		m := &rx.msg
 		m.Reset()
 		m.Head, m.IsTensor, m.Request, m.Timestamp, m.Body = van.WholeBatch, true, request, 1, directory
-		if err := (nativeIn{slotSet{in}}).parts(rx, slot, &trailer{inMeta: true}, behind); err != nil {
+		if err := (nativeIn{slotSet{in}}).frames(rx, slot, &trailer{metaLen: rawMeta}, behind); err != nil {
 			if !errors.Is(err, van.ErrMalformed) {
 				t.Errorf("error %v", err)
 			}

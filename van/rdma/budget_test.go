@@ -156,10 +156,11 @@ func TestKeysAreCopied(t *testing.T) {
 	copy(data, keys)
 	copy(data[aligned(800):], vals)
 	copy(data[aligned(aligned(800)+1000):], lens)
-	tr := &trailer{packed: true, frames: 3, lens: [van.MaxFrames]uint32{800, 1000, 400}}
+	inSlot := placement{where: valueInSlot}
+	tr := trailer{frames: 3, lens: [van.MaxFrames]uint32{800, 1000, 400}}
 	write := func(b []byte) {
 		h.c.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: r.data, RKey: r.dataKey}, b)
-		h.c.notify(0, r.index, r.meta, r.metaKey, encode(h.rig, push(h.s, 1, 1, vals), tr))
+		h.c.notify(0, r.index, r.meta, r.metaKey, encodeParts(h.rig, push(h.s, 1, 1, vals), []placement{inSlot, inSlot, inSlot}, nil, tr))
 	}
 	write(data)
 	m := h.s.next()

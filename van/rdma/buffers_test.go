@@ -102,8 +102,8 @@ func TestBatchToABuffer(t *testing.T) {
 	r.until("the server's memory is released", func() bool { return s.Stats().LentValues == 0 })
 	s.connect(w)
 	s.wantUp(w)
-	w.wantUpOrSend(s, batch(s, 100, 7, 70000))
-	got, release := s.parts(1)
+	w.wantUpOrSend(s, batch(s, 100, 7, 70000, 8))
+	got, release := s.parts(2)
 	if !got[0].Placed || !bytes.Equal(got[0].Vals.Host(), value(70000, 7)) || writes[0].Load() != written[0] {
 		t.Error("the first value on a new connection was written to the buffer, or is wrong")
 	}

@@ -31,12 +31,9 @@ func (v *rvan) Invalidate(m backend.Mem) {
 			}
 		}
 		p.sender.Each(func(o *outgoing) {
-			if o.answer.into.Overlaps(m) {
-				o.answer.into, o.answer.invalidated = backend.Mem{}, true
-			}
 			for i := range o.parts {
 				if x := &o.parts[i]; x.into.Overlaps(m) {
-					x.into = backend.Mem{}
+					x.into, o.invalidated = backend.Mem{}, true
 				}
 			}
 		})

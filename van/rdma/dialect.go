@@ -29,10 +29,9 @@ type outboundDialect interface {
 	requestAnswered(snd *rendezvous.Sender[*outgoing], key uint64, push bool) bool
 	// mustSend reports whether o still has to be sent.
 	mustSend(o *outgoing) bool
-	// layout returns the number of bytes that are written as o's meta, and whether they include the frames.
-	layout(o *outgoing) (n int, inMeta bool)
-	// trailer returns the trailer of o's meta; ok is false if the dialect has none.
-	trailer(o *outgoing, inMeta bool) (t trailer, ok bool)
+	// layout returns the number of bytes that are written as o's meta. With a native node, they include placements, inline values and a
+	// trailer.
+	layout(o *outgoing) int
 }
 
 // inboundDialect is how slots are granted, and messages read, on a connection that a peer has opened. The feed is held.
@@ -56,9 +55,9 @@ type inboundDialect interface {
 	returnsCredits() bool
 	// handleSend handles a SEND other than a slot request. known is false for an invalid one.
 	handleSend(c *verbs.Completion, t *trailer) (known bool)
-	// splitMeta splits a message into its meta and the inline frames behind it.
+	// splitMeta splits a message into its meta, and the placements and inline values after it.
 	splitMeta(b []byte, t *trailer) (meta, behind []byte, err error)
-	// frames locates the frames of a message in slot l.
+	// frames locates the values of a message in slot l.
 	frames(rx *received, l *receiveSlot, t *trailer, behind []byte) error
 	// handleOverwrite is called when a message was written to a slot that holds another one.
 	handleOverwrite(l *receiveSlot, key uint64) error

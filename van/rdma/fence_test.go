@@ -163,7 +163,7 @@ func TestDataOfAProcessNotInTheTable(t *testing.T) {
 	})
 	slot := c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{4096, kindHost, 4096}, origin: 1})
 	s.connect(&testNode{who: van.Node{ID: 11, Hostname: "10.77.9.9", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 6}).Encode()}})
-	c.notify(0, slot.index, slot.meta, slot.metaKey, encode(r, push(s, 1, 1, value(100, 1)), &trailer{packed: true, frames: 2, lens: [van.MaxFrames]uint32{8, 100}}))
+	c.notify(0, slot.index, slot.meta, slot.metaKey, encodeParts(r, push(s, 1, 1, value(100, 1)), []placement{{}}, value(100, 1), trailer{}))
 	s.says("rdma: dropped a message of a process that the cluster's table does not name", van.NodeName(11))
 	if n := s.Stats().FencedMessages; n != 1 {
 		t.Errorf("%d messages are counted, want 1", n)

@@ -16,7 +16,7 @@ func TestParsersGolden(t *testing.T) {
 		h := handshake{node: []int{1, 8, 9, van.Empty, 0, -1}[rng.IntN(6)], port: int(golden.Edge(rng, 65535) & 0xfffff), host: "10.77.0.1"[:rng.IntN(10)], epoch: 5, qp: rng.IntN(3), qpCount: rng.IntN(4), native: true}
 		s := slotRequest{metaLen: golden.Edge(rng, 300), dataNum: []uint64{nativeSlotRequest, 0, 1, 3, 4}[rng.IntN(5)], data: [4]uint64{golden.Edge(rng, 1024), rng.Uint64N(16), golden.Edge(rng, 600), golden.Edge(rng, 5)}, origin: 1, key: 2}
 		r := slotReply{meta: 1, metaKey: 2, data: 3, dataKey: 4, origin: 5, index: uint32(golden.Edge(rng, 6)), flags: replyBudget}
-		x := trailer{packed: rng.IntN(2) == 0, inMeta: rng.IntN(2) == 0, metaLen: rng.IntN(400), frames: []int{0, 2, 3}[rng.IntN(3)], lens: [van.MaxFrames]uint32{8, 100, 4}, n: rng.IntN(maxCredits + 1)}
+		x := trailer{numbered: rng.IntN(2) == 0, metaLen: rng.IntN(2) * rng.IntN(400), frames: []int{0, 2, 3}[rng.IntN(3)], lens: [van.MaxFrames]uint32{8, 100, 4}, n: rng.IntN(maxCredits + 1)}
 		sb, rb, xb := make([]byte, slotRequestLen), make([]byte, slotReplyLen), make([]byte, trailerLen)
 		s.put(sb)
 		r.put(rb)

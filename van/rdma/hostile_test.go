@@ -131,7 +131,7 @@ func TestHostileNotifications(t *testing.T) {
 	others := 0
 	for i := range uint32(h.s.budget.slots.Len()) {
 		if l := h.s.budget.slots.Get(i); l != nil && i != r.index {
-			say("slot of another", i, encode(h.rig, push(h.s, 6, 1, value(100, 1)), &trailer{frames: 2}))
+			say("slot of another", i, encodeParts(h.rig, push(h.s, 6, 1, value(100, 1)), []placement{{}}, value(100, 1), trailer{}))
 			others++
 		}
 	}
@@ -142,11 +142,12 @@ func TestHostileNotifications(t *testing.T) {
 		say(fmt.Sprintf("slot %d", imm), imm, nil)
 	}
 	m := push(h.s, 6, 1, value(1000, 1))
-	good := trailer{frames: 2, lens: [van.MaxFrames]uint32{8, 1000}, packed: true}
+	inSlot := placement{where: valueInSlot}
+	good := trailer{frames: 2, lens: [van.MaxFrames]uint32{8, 1000}}
 	enc := func(f func(*trailer)) []byte {
 		x := good
 		f(&x)
-		return encode(h.rig, m, &x)
+		return encodeParts(h.rig, m, []placement{inSlot, inSlot}, nil, x)
 	}
 	whole := enc(func(*trailer) {})
 	for _, b := range [][]byte{nil, make([]byte, rawMeta-1), make([]byte, rawMeta), make([]byte, rawMeta+trailerLen), make([]byte, conn.CellSize),
@@ -168,30 +169,42 @@ func TestHostileNotifications(t *testing.T) {
 		func(t *trailer) { t.lens[0], t.lens[1] = math.MaxInt32, math.MaxInt32 },
 		func(t *trailer) { t.lens[1] = math.MaxUint32 },
 		func(t *trailer) { t.lens[0], t.lens[1] = 8, 961 },
-		func(t *trailer) { t.packed, t.lens[1] = false, 1025 },
-		func(t *trailer) { t.packed, t.lens[1] = false, 1<<31 },
-		func(t *trailer) { t.packed, t.placed = false, true },
 		func(t *trailer) { t.frames = 1 },
 		func(t *trailer) { t.frames = 4 },
 		func(t *trailer) { t.frames = 255 },
 		func(t *trailer) { t.n = maxCredits + 1 },
 		func(t *trailer) { t.n = 255 },
-		func(t *trailer) { t.inMeta, t.metaLen = true, 0 },
-		func(t *trailer) { t.inMeta, t.metaLen = true, rawMeta },
-		func(t *trailer) { t.inMeta, t.metaLen = true, m.EncodedLen()+1000 },
-		func(t *trailer) { t.inMeta, t.metaLen = true, -1 },
+		func(t *trailer) { t.metaLen = 1 },
+		func(t *trailer) { t.metaLen = rawMeta },
+		func(t *trailer) { t.metaLen = m.EncodedLen() + 1000 },
+		func(t *trailer) { t.metaLen = -1 },
 	} {
 		say(fmt.Sprintf("trailer %d", i), r.index, enc(f))
 	}
+	say("frames without placements", r.index, encode(h.rig, m, &good))
+	say("too few placements", r.index, encodeParts(h.rig, m, []placement{inSlot}, nil, good))
+	one := func(valLen int, where uint32) []byte { // a message with one key
+		b := encodeParts(h.rig, m, []placement{{where: where}}, nil, trailer{})
+		le.PutUint32(b[96:], uint32(valLen))
+		return b
+	}
+	for _, n := range []int{-1, 1025, math.MaxInt32, math.MinInt32} {
+		say(fmt.Sprintf("val_len %d", n), r.index, one(n, valueInSlot))
+	}
+	for where := range uint32(4) {
+		if where != valueInSlot {
+			say(fmt.Sprintf("place %d", where), r.index, one(1000, where))
+		}
+	}
 	// The slot still works.
 	h.c.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: r.data, RKey: r.dataKey}, value(1000, 9))
-	h.c.notify(0, r.index, r.meta, r.metaKey, enc(func(t *trailer) { t.packed = false }))
+	h.c.notify(0, r.index, r.meta, r.metaKey, one(1000, valueInSlot))
 	got := h.s.next()
 	if string(got.Vals.Host()) != string(value(1000, 9)) || got.Sender != 11 {
 		t.Errorf("%d bytes from %d, want 1000 from 11", got.Vals.Len(), got.Sender)
 	}
 	// The slot is in use: a second message in it is not delivered.
-	say("slot in use", r.index, enc(func(t *trailer) { t.packed = false }))
+	say("slot in use", r.index, one(1000, valueInSlot))
 	got.Release()
 	h.ends(n)
 }
@@ -218,11 +231,7 @@ func TestHostileOneShotWithValue(t *testing.T) {
 	h := newHostileWorld(t, true)
 	r := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{0, kindOneShot}, origin: 1})
 	m := push(h.s, 6, 1, value(100, 1))
-	meta := encode(h.rig, m, nil)
-	b := append(make([]byte, 0, conn.CellSize), meta...)
-	b = append(b[:aligned(len(meta))], value(100, 1)...)
-	b = b[:len(b)+trailerLen]
-	(&trailer{frames: 2, lens: [van.MaxFrames]uint32{8, 100}, inMeta: true, metaLen: len(meta)}).put(b[len(b)-trailerLen:])
+	b := encodeParts(h.rig, m, []placement{{}}, value(100, 1), trailer{})
 	h.c.notify(0, r.index, r.meta, r.metaKey, b)
 	got := h.s.next()
 	if string(got.Vals.Host()) != string(value(100, 1)) || got.Sender != 11 {
@@ -250,7 +259,7 @@ func TestHostileParts(t *testing.T) {
 	m := push(h.s, 1, 1, nil)
 	m.Push = false
 	m.SlaveQPNum, m.SlaveQPCounter = 1, [2]uint64{math.MaxUint64, math.MaxUint64}
-	b := encode(h.rig, m, &trailer{frames: 2, lens: [van.MaxFrames]uint32{8}})
+	b := encode(h.rig, m, &trailer{})
 	for range 100 {
 		h.c.notify(0, r.index, r.meta, r.metaKey, b)
 		h.c.notify(1, immSlave|r.index, 0, 0, nil)

@@ -7,24 +7,53 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// This file reads received batches. batch.go describes their layout.
+// This file locates the values of received messages. batch.go describes their layout.
 
-// parts reads the directory of a batch and locates its values. Each placement is read once: the peer may change it meanwhile.
-func (d nativeIn) parts(rx *received, l *receiveSlot, t *trailer, behind []byte) error {
+// frames locates the values of a message. behind holds the placements and the inline values.
+func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte) error {
 	m := &rx.msg
-	if !t.inMeta || t.frames > 0 {
-		return &van.FieldError{Field: "trailer of a batch", Value: fmt.Sprintf("%d frames, placements %t", t.frames, t.inMeta), Want: "no frames, and placements"}
+	batch := m.IsBatch()
+	switch {
+	case t.metaLen == 0 && (batch || t.frames > 0), batch && t.frames > 0:
+		return &van.FieldError{Field: "trailer", Value: fmt.Sprintf("%d frames, %d bytes of meta", t.frames, t.metaLen), Want: "no frames of a batch, and a length if there are values"}
+	case t.metaLen == 0:
+		return nil
+	case batch:
+		if _, err := m.ReadDirectory(); err != nil {
+			return err
+		}
+		return d.values(rx, l, behind)
+	case t.frames > 0:
+		for _, n := range t.lens[:t.frames] {
+			m.Parts = append(m.Parts, van.Part{Key: m.Key, Push: true, Len: int(n)})
+		}
+	default:
+		if m.Parts = append(m.Parts, van.PartOf(&m.Meta)); m.HasValue(0) && m.ValLen < 0 {
+			return &van.FieldError{Field: "val_len", Value: m.ValLen, Want: fmt.Sprintf("0 to %d", maxData)}
+		}
 	}
-	if _, err := m.ReadDirectory(); err != nil {
-		return err
+	err := d.values(rx, l, behind)
+	if err == nil && t.frames > 0 {
+		err = rx.takeFrames(t)
+	} else if err == nil {
+		rx.oneKey()
+		m.Vals, m.Placed = m.Parts[0].Vals, m.Parts[0].Placed
 	}
+	clear(m.Parts)
+	m.Parts = m.Parts[:0]
+	return err
+}
+
+// values locates the values of the parts of rx. Each placement is read once: the peer may change it meanwhile.
+func (d nativeIn) values(rx *received, l *receiveSlot, behind []byte) error {
+	m := &rx.msg
 	if n := placementLen * len(m.Parts); len(behind) < n {
 		return &van.FieldError{Field: "placements", Value: fmt.Sprintf("%d bytes", len(behind)), Want: fmt.Sprint(n)}
 	}
 	inline := valueReader{mem: backend.Bytes(behind), used: placementLen * len(m.Parts)}
 	slot := valueReader{mem: l.Memory.data.Sub(0, min(l.Data, l.Memory.data.Len()))}
 	var p *peer
-	if !m.Request {
+	if !m.Request && !m.Parts[0].Push {
 		if p = (*d.v.tables.peers.Load())[d.handshake.node]; p != nil {
 			p.mu.Lock()
 			defer p.mu.Unlock()

@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -28,54 +29,65 @@ type outgoing struct {
 	control       bool
 	number        uint32 // of control messages
 	request, push bool
-	singleKey     bool // in StepMesh's form: one key, which the meta repeats
+	form          form
+	frames        int
 	key           uint64
-	answer        pulledAnswer
-	direct        bool // the value is written to addr with rkey
-	addr          uint64
-	rkey          uint32
 	id            requestID
-	canceled      bool // the memory of the frames belongs to the caller again
+	canceled      bool // the memory of the values belongs to the caller again
+	invalidated   bool // a pull: no caller waits for an answer any more
 
-	frames   int
-	lens     [van.MaxFrames]uint32
-	data     [van.MaxFrames]backend.Mem // registered memory of the caller; empty if the frame was copied
-	copies   []byte                     // the copied frames, each aligned
+	parts    []outPart // the values
+	copies   []byte    // the inline values, one after the other
+	inline   int       // bytes of the inline values, each aligned
 	done     van.Completion
 	zeroCopy bool // the device reads a value from the caller's memory
 	size     int  // bytes of payload
 	unsent   int  // part of size that peer.unsent includes
-	inMeta   bool // the frames, or the placements and inline values of a batch, are between the meta and the trailer
-
-	parts  []outPart // of a batch
-	inline int       // bytes of a batch's inline values, each aligned
 }
 
-// pulledAnswer says where the answer to a pull request belongs.
-type pulledAnswer struct {
-	into        backend.Mem
-	key         pullKey
-	len         int
-	invalidated bool // no caller waits for the answer any more
-}
+// form says how a message describes its values.
+type form uint8
 
-// smallPayload is the largest payload whose frames Send copies: a copy costs less than registering the caller's memory.
-const smallPayload = stageEach - metaRoom
-
-// stageEach is the staging memory of a message. It holds the meta, up to metaRoom bytes, and the copied frames.
+// The forms.
 const (
-	stageEach = conn.CellSize
-	metaRoom  = 512
+	formPlain  form = iota // there are no values
+	formKey                // StepMesh's: one key, which the meta repeats, and one value of val_len bytes
+	formFrames             // each frame is a value. Their lengths are in the trailer
+	formBatch              // the meta has a directory
 )
 
-// smallFrame is the length below which a frame of a larger payload is copied.
-const smallFrame = 64
+// outPart is a value to be sent, and for a pull the destination of the answer.
+type outPart struct {
+	key    uint64
+	push   bool        // a request pushes the value
+	len    int         // bytes of the value; 0: none
+	mem    backend.Mem // registered memory of the caller; empty if the value was copied
+	into   backend.Mem // of a pull: the destination of the answer
+	pull   pullKey     // of a pull with into
+	want   int         // of a pull in formKey: bytes of the answer
+	addr   uint64      // of an answer: the destination in the request; of a pull: that of into
+	rkey   uint32      // of addr; 0: the peer may not write there
+	placed bool        // the value is written to addr, unless it is inline
+}
 
-// fill takes over the meta and the frames of msg.
+const (
+	// stageEach is the staging memory of a message. It holds the meta, up to metaRoom bytes, and a copied value.
+	stageEach = conn.CellSize
+	metaRoom  = 512
+	// inlineValue is the length of the longest inline value. A longer one costs less as a write of its own than as a copy.
+	inlineValue = stageEach - metaRoom - van.MaxFrames*frameAlign
+)
+
+func isInline(v *backend.Mem) bool { return v.Len() <= inlineValue && v.OnHost() }
+
+// fill takes over the meta and the values of msg.
 func (o *outgoing) fill(msg *van.Message, size int) error {
-	n := msg.EncodedLen()
-	if n > maxMeta-trailerLen {
-		return fmt.Errorf("%w: %d bytes of meta and body, want at most %d", van.ErrInvalid, n, maxMeta-trailerLen)
+	n, most := msg.EncodedLen(), maxMeta-trailerLen
+	if msg.Frames > 0 {
+		most -= aligned(van.MaxFrames*placementLen) + van.MaxFrames*inlineValue
+	}
+	if n > most {
+		return fmt.Errorf("%w: %d bytes of meta and body, want at most %d", van.ErrInvalid, n, most)
 	}
 	if cap(o.meta) < n {
 		o.meta = make([]byte, max(n, metaRoom))
@@ -84,99 +96,116 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	if err := msg.EncodeTo(o.meta); err != nil {
 		return err
 	}
-	control := msg.IsControl() || msg.SimpleApp
-	o.control = msg.IsControl()
-	o.oneShot, o.request, o.push, o.key = control, msg.Request, msg.Push, msg.Key
-	o.frames, o.size, o.lens = msg.Frames, size, [van.MaxFrames]uint32{}
-	o.answer.into, o.direct, o.singleKey, o.answer.len, o.answer.invalidated = backend.Mem{}, false, false, 0, false
-	o.id, o.canceled = requestID{msg.AppID, msg.CustomerID, msg.Timestamp}, false
-	o.copies, o.parts, o.zeroCopy = o.copies[:0], o.parts[:0], false
-	if msg.IsBatch() {
-		o.fillParts(msg)
-		return nil
-	}
-	if !control && msg.Frames >= 2 && msg.Keys.Len() == 8 && msg.Keys.OnHost() {
-		o.useSingleKeyForm(msg)
-	}
-	if !o.singleKey && !control && msg.Keys.Len() >= 8 && msg.Keys.OnHost() {
-		o.key = le.Uint64(msg.Keys.Host()) // the receive buffer of the message is that of its first key
-	}
-	for i := range msg.Frames {
-		f := msg.Frame(i)
-		o.lens[i], o.data[i] = uint32(f.Len()), backend.Mem{}
-		if o.singleKey && i != 1 || f.Len() == 0 {
-			continue // the receiver derives them from the meta
+	o.control, o.oneShot = msg.IsControl(), msg.IsControl() || msg.SimpleApp
+	o.request, o.push, o.key, o.frames, o.size = msg.Request, msg.Push, msg.Key, msg.Frames, size
+	o.id, o.canceled, o.invalidated = requestID{msg.AppID, msg.CustomerID, msg.Timestamp}, false, false
+	o.form, o.parts, o.copies, o.inline, o.zeroCopy = formPlain, o.parts[:0], o.copies[:0], 0, false
+	switch {
+	case msg.IsBatch():
+		o.form = formBatch
+		o.fillBatch(msg)
+	case !o.oneShot && hasOneKey(msg):
+		o.form, o.key = formKey, le.Uint64(msg.Keys.Host())
+		o.fillKey(msg)
+	case msg.Frames > 0:
+		o.form = formFrames
+		if err := o.fillFrames(msg); err != nil {
+			return err
 		}
-		if f.OnHost() && (f.Len() < smallFrame || size <= inlineValue) {
-			o.copies = append(o.copies, f.Host()...)
-			continue
-		}
-		o.data[i] = f
-		f.Retain() // recycle releases it
-		o.zeroCopy = true
-	}
-	if n := o.packedLen(); n > maxData {
-		return fmt.Errorf("%w: %d bytes of payload, each frame aligned to %d, want at most %d", van.ErrInvalid, n, frameAlign, maxData)
 	}
 	if o.zeroCopy {
 		o.done = msg.Done
 	}
-	o.inMeta = !o.zeroCopy && o.frames > 0 && len(o.copies) > 0 && aligned(len(o.meta))+o.packedLen()+trailerLen <= conn.CellSize
 	return nil
 }
 
-// useSingleKeyForm sets singleKey if msg has the form that StepMesh can send: one key, which the meta repeats, and val_len bytes.
-func (o *outgoing) useSingleKeyForm(msg *van.Message) {
-	key := le.Uint64(msg.Keys.Host())
-	pull := msg.Request && !msg.Push
+// hasOneKey reports whether msg has the form that StepMesh can send: one key, which the meta repeats, and val_len bytes.
+func hasOneKey(msg *van.Message) bool {
+	if msg.Frames < 2 || msg.Keys.Len() != 8 || !msg.Keys.OnHost() {
+		return false
+	}
+	key, pull := le.Uint64(msg.Keys.Host()), msg.Request && !msg.Push
 	vals := msg.Vals.Len() == int(msg.ValLen) || pull && msg.Vals.Len() == 0
 	lens := msg.Frames == 2 || msg.Lens.Len() == 4 && msg.Lens.OnHost() && le.Uint32(msg.Lens.Host()) == uint32(msg.ValLen)
-	if !vals || !lens || key != msg.Key && msg.Key != 0 {
+	return vals && lens && (key == msg.Key || msg.Key == 0)
+}
+
+// fillKey takes over the value of msg, which has one key.
+func (o *outgoing) fillKey(msg *van.Message) {
+	le.PutUint64(o.meta[metaKey:], o.key) // as StepMesh does
+	switch x := o.addPart(o.key); {
+	case msg.Request && !msg.Push:
+		x.want = int(msg.ValLen)
+		if msg.Into.Len() == x.want && msg.Addr == msg.Into.Addr() {
+			x.into, x.pull = msg.Into, keyOf(&msg.Meta)
+		}
+	default:
+		x.push = msg.Request
+		if !msg.Push {
+			x.addr, x.rkey = msg.Addr, uint32(msg.Option)
+			x.placed = x.rkey != 0
+		}
+		o.addValue(x, &msg.Vals)
+	}
+}
+
+// fillFrames takes over the frames of msg.
+func (o *outgoing) fillFrames(msg *van.Message) error {
+	key := msg.Key
+	if !o.oneShot && msg.Keys.Len() >= 8 && msg.Keys.OnHost() {
+		key = le.Uint64(msg.Keys.Host()) // the receive buffer of the message is that of its first key
+	}
+	n := 0
+	for i := range msg.Frames {
+		f, x := msg.Frame(i), o.addPart(key)
+		x.push = i == 1 && msg.Request && msg.Push
+		o.addValue(x, &f)
+		n = aligned(n) + x.len
+	}
+	if n > maxData {
+		return fmt.Errorf("%w: %d bytes of payload, each frame aligned to %d, want at most %d", van.ErrInvalid, n, frameAlign, maxData)
+	}
+	return nil
+}
+
+// fillBatch takes over the parts of msg, a batch.
+func (o *outgoing) fillBatch(msg *van.Message) {
+	o.parts = slices.Grow(o.parts, len(msg.Parts))
+	for i := range msg.Parts {
+		x, v := &msg.Parts[i], o.addPart(msg.Parts[i].Key)
+		switch {
+		case !msg.Request:
+			v.addr, v.rkey = x.Addr, uint32(x.Option)
+			v.placed = v.rkey != 0
+		case x.Push:
+			v.push = true
+		case x.Into.Len() == x.Len && x.Into.Len() > 0:
+			v.into, v.pull = x.Into, pullKey{x.Timestamp, int16(msg.AppID), int16(msg.CustomerID), x.Key}
+		}
+		o.addValue(v, &x.Vals)
+	}
+}
+
+// addPart adds a part without a value.
+func (o *outgoing) addPart(key uint64) *outPart {
+	o.parts = append(o.parts, outPart{key: key})
+	return &o.parts[len(o.parts)-1]
+}
+
+// addValue sets the value of part x, which is copied if it is short.
+func (o *outgoing) addValue(x *outPart, v *backend.Mem) {
+	if x.len = v.Len(); isInline(v) {
+		o.copies = append(o.copies, v.Host()...)
+		o.inline += aligned(x.len)
 		return
 	}
-	// As StepMesh does.
-	le.PutUint64(o.meta[metaKey:], key)
-	o.singleKey, o.key = true, key
-	if pull {
-		o.answer.len = int(msg.ValLen)
-		if msg.Into.Len() == o.answer.len && msg.Addr == msg.Into.Addr() {
-			o.answer.into, o.answer.key = msg.Into, keyOf(&msg.Meta)
-		}
-	}
-	if !msg.Request && !msg.Push && msg.Option != 0 && msg.Vals.Len() > 0 {
-		o.direct, o.addr, o.rkey = true, msg.Addr, uint32(msg.Option)
-	}
+	x.mem, o.zeroCopy = *v, true
+	x.mem.Retain() // recycle releases it
 }
 
 // isZeroCopy reports whether o is a request whose value the device reads from the caller's memory.
 func (o *outgoing) isZeroCopy() bool {
 	return o.request && !o.oneShot && o.zeroCopy
-}
-
-// packedLen returns the number of bytes that are written to the slot's data.
-func (o *outgoing) packedLen() int {
-	if o.singleKey {
-		return int(o.lens[1])
-	}
-	n := 0
-	for i := range o.frames {
-		n = aligned(n) + int(o.lens[i])
-	}
-	return n
-}
-
-// writeFrames writes the packed frames to b, behind the meta.
-func (o *outgoing) writeFrames(b []byte) {
-	if o.singleKey {
-		copy(b, o.copies)
-		return
-	}
-	off, copied := 0, 0
-	for _, n := range o.lens[:o.frames] {
-		off = aligned(off)
-		copied += copy(b[off:off+int(n)], o.copies[copied:])
-		off += int(n)
-	}
 }
 
 // requestID identifies the request that a message belongs to.

@@ -5,7 +5,6 @@ import (
 	"math/bits"
 
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
@@ -43,8 +42,7 @@ const maxBuffers = 1 << 16
 func (d *nativeOut) check(*outgoing) error { return nil }
 
 func (d *nativeOut) need(o *outgoing) rendezvous.Need {
-	n := rendezvous.Need{OneShot: o.oneShot}
-	n.Meta, _ = d.layout(o)
+	n := rendezvous.Need{OneShot: o.oneShot, Meta: d.layout(o)}
 	if n.Meta > conn.CellSize {
 		n.Meta = 1 << bits.Len(uint(n.Meta-1)) // a power of two, so that the slot can be used again for other metas
 	}
@@ -52,7 +50,7 @@ func (d *nativeOut) need(o *outgoing) rendezvous.Need {
 	slot := d.place(o)
 	if n.Data = slot; !o.oneShot {
 		n.Route.Class, n.Data = rendezvous.Class(slot)
-		n.Route.Host = slot > 0 && !o.singleKey && !o.isBatch() // the payload includes keys
+		n.Route.Host = slot > 0 && o.form == formFrames // the values include keys
 	}
 	return n
 }
@@ -64,9 +62,9 @@ func (d *nativeOut) completeRequest(s *slotRequest, o *outgoing, need rendezvous
 	}
 	if o.oneShot {
 		s.data[1] |= kindOneShot
-	} else if o.request && o.push && o.singleKey {
+	} else if len(o.parts) == 1 && o.parts[0].push && o.parts[0].mem.Len() > 0 {
 		s.data[1] |= kindPush
-		s.data[2], s.key = uint64(o.lens[1]), o.key
+		s.data[2], s.key = uint64(o.parts[0].len), o.parts[0].key
 	}
 }
 
@@ -114,21 +112,14 @@ func (d *nativeOut) noteSent(o *outgoing) {
 	if len(d.buffers) == 0 || !o.request {
 		return
 	}
-	note := func(key uint64, n int, inBuffer bool) {
-		switch b := d.buffers[key]; {
-		case b == nil:
-		case inBuffer:
-			b.last = placed{n, d.sent}
+	for i := range o.parts {
+		x := &o.parts[i]
+		switch b := d.buffers[x.key]; {
+		case b == nil || !x.push || x.len == 0:
+		case x.placed:
+			b.last = placed{x.len, d.sent}
 		default:
 			b.after = d.sent
-		}
-	}
-	if o.push && o.frames > 0 {
-		note(o.key, int(o.lens[1]), o.direct)
-	}
-	for i := range o.parts {
-		if x := &o.parts[i]; x.len > 0 {
-			note(x.key, x.len, x.placed)
 		}
 	}
 }
@@ -140,31 +131,16 @@ func (d *nativeOut) mustSend(*outgoing) bool { return true }
 
 // place decides where the values of o are written, and stores that in o. It returns how many bytes are written to the slot's value memory.
 func (d *nativeOut) place(o *outgoing) (slot int) {
-	if !o.isBatch() {
-		if o.request && o.push && o.singleKey && o.data[1].Len() > 0 {
-			b := d.bufferFor(o.key, int(o.lens[1]))
-			if o.direct = b != nil; o.direct {
-				o.addr, o.rkey = b.addr, b.rkey
-				le.PutUint64(o.meta[metaAddr:], b.addr)
-			}
-		}
-		if o.direct || o.inMeta || o.request && !o.push && o.singleKey {
-			return 0
-		}
-		return o.packedLen()
-	}
 	for i := range o.parts {
 		x := &o.parts[i]
 		if x.mem.Len() == 0 {
 			continue
 		}
-		if o.request {
+		if x.push && o.form != formFrames {
 			b := d.bufferFor(x.key, x.len)
 			if x.placed = b != nil; x.placed {
 				x.addr, x.rkey = b.addr, b.rkey
 			}
-		} else {
-			x.placed = x.rkey != 0
 		}
 		if !x.placed {
 			slot = aligned(slot) + x.len
@@ -173,22 +149,11 @@ func (d *nativeOut) place(o *outgoing) (slot int) {
 	return slot
 }
 
-func (d *nativeOut) layout(o *outgoing) (n int, inMeta bool) {
-	if o.isBatch() {
-		return aligned(len(o.meta)) + aligned(placementLen*len(o.parts)) + o.inline + trailerLen, true
+func (d *nativeOut) layout(o *outgoing) int {
+	if o.form == formPlain {
+		return len(o.meta) + trailerLen
 	}
-	if o.inMeta {
-		return aligned(len(o.meta)) + o.packedLen() + trailerLen, true
-	}
-	return len(o.meta) + trailerLen, false
-}
-
-func (d *nativeOut) trailer(o *outgoing, inMeta bool) (trailer, bool) {
-	t := trailer{packed: !o.singleKey && !o.isBatch(), placed: o.direct && !inMeta, frames: o.frames, lens: o.lens, inMeta: inMeta}
-	if inMeta {
-		t.metaLen = len(o.meta)
-	}
-	return t, true
+	return aligned(len(o.meta)) + aligned(placementLen*len(o.parts)) + o.inline + trailerLen
 }
 
 // nativeIn is the dialect of a connection that a native node has opened.
@@ -254,7 +219,7 @@ func (d nativeIn) splitMeta(b []byte, t *trailer) (meta, behind []byte, err erro
 		return nil, nil, err
 	}
 	b = b[:len(b)-trailerLen]
-	if t.inMeta {
+	if t.metaLen > 0 {
 		if t.metaLen < rawMeta || aligned(t.metaLen) > len(b) {
 			return nil, nil, &van.FieldError{Field: "trailer meta length", Value: t.metaLen, Want: fmt.Sprintf("%d to %d", rawMeta, len(b))}
 		}
@@ -273,63 +238,3 @@ func (d nativeIn) handleOverwrite(l *receiveSlot, _ uint64) error {
 func (d nativeIn) endsSlot(*van.Message) bool { return false }
 
 func (d nativeIn) returnsCredits() bool { return true }
-
-// frames locates the frames of a message. behind holds the inline frames.
-func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte) (err error) {
-	m := &rx.msg
-	if m.IsBatch() {
-		return d.parts(rx, l, t, behind)
-	}
-	m.Frames = t.frames
-	data, room := l.Memory.data, min(l.Data, l.Memory.data.Len())
-	if t.inMeta {
-		data, room = backend.Bytes(behind), len(behind)
-	}
-	switch {
-	case t.packed:
-		return rx.packedFrames(l, t, data, room)
-	case t.frames == 0:
-		return nil
-	}
-	rx.oneKey()
-	n := int(t.lens[1])
-	if m.Request && !m.Push {
-		return nil
-	}
-	if !t.placed && n > room {
-		return &van.FieldError{Field: "trailer value length", Value: n, Want: fmt.Sprintf("up to %d", room)}
-	}
-	var into backend.Mem
-	var copied bool
-	if !m.Request && !m.Push {
-		var small []byte
-		if t.inMeta && !t.placed {
-			small = behind[:n]
-		}
-		into, copied = d.v.endPull(d.handshake.node, &m.Meta, small)
-	}
-	if t.placed && m.Request {
-		m.Vals, err = d.announced(m.Key, n, m.Addr)
-		m.Placed = true
-		return err
-	}
-	if t.placed {
-		if m.Push {
-			return &van.FieldError{Field: "trailer flags", Value: "placed", Want: "that only in pushes, and in answers to pulls"}
-		}
-		if into.Len() == n { // otherwise the answer is late: no caller waits for it
-			m.Vals, m.Placed = into, true
-		}
-		return nil
-	}
-	if n == 0 {
-		return nil
-	}
-	if copied {
-		m.Vals, m.Placed = into, true
-		return nil
-	}
-	m.Vals = data.Sub(0, n)
-	rx.slot = l
-	return nil
-}

@@ -104,14 +104,11 @@ const keptParts = 32
 func (p *peer) recycle(o *outgoing) {
 	p.unsent -= o.unsent
 	o.unsent = 0
-	for _, m := range o.data {
-		m.Release() // the region itself retains memory that the device reads
-	}
 	for i := range o.parts {
-		o.parts[i].mem.Release()
+		o.parts[i].mem.Release() // the region itself retains memory that the device reads
 	}
 	clear(o.parts)
-	o.done, o.answer.into, o.data, o.parts = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}, o.parts[:0]
+	o.done, o.parts = nil, o.parts[:0]
 	if len(p.free) < 256 && cap(o.meta) <= 4*metaRoom && cap(o.copies) <= 2*stageEach && cap(o.parts) <= keptParts {
 		p.free = append(p.free, o)
 	}

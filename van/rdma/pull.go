@@ -31,23 +31,8 @@ func (p *peer) handleSlotReply(l *link, r *slotReply) bool {
 // openPulls is the view of a peer on its pull requests that have not been answered.
 type openPulls struct{ *peer }
 
-// end ends the request that msg answers. It returns the memory of the request's destination, if msg refers to it. If value is the
-// answer's value and has the right length, it is copied there. The copy must happen under the lock: after it, Invalidate may have given
-// the memory back to the caller.
-func (p openPulls) end(msg *van.Meta, value []byte) (mem backend.Mem, copied bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if !msg.Push {
-		mem, copied = p.take(keyOf(msg), msg.Addr, int(msg.ValLen), value)
-	}
-	if l := p.link; l != nil && l.dialect.requestAnswered(p.sender, msg.Key, msg.Push) {
-		p.pump()
-		p.flush()
-	}
-	return mem, copied
-}
-
-// take removes pull k. It returns the destination if addr and n are its address and length, and copies value there. p.mu is held.
+// take removes pull k. It returns the destination if addr and n are its address and length. If value, that of the answer, has that length,
+// it is copied there. p.mu is held, also during the copy: after it, Invalidate may have given the memory back to the caller.
 func (p openPulls) take(k pullKey, addr uint64, n int, value []byte) (mem backend.Mem, copied bool) {
 	x, ok := p.pulls[k]
 	if !ok {
@@ -64,12 +49,22 @@ func (p openPulls) take(k pullKey, addr uint64, n int, value []byte) (mem backen
 	return mem, copied
 }
 
-// endPull calls openPulls.end for the peer with this node id, if there is one.
-func (v *node) endPull(node int, m *van.Meta, value []byte) (into backend.Mem, copied bool) {
-	if p := (*v.tables.peers.Load())[node]; p != nil {
-		return openPulls{p}.end(m, value)
+// endRequest ends the request that m, a message of a StepMesh node, answers. It returns the destination of a pull if m refers to it.
+func (v *node) endRequest(node int, m *van.Meta) (into backend.Mem) {
+	p := (*v.tables.peers.Load())[node]
+	if p == nil {
+		return into
 	}
-	return backend.Mem{}, false
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !m.Push {
+		into, _ = openPulls{p}.take(keyOf(m), m.Addr, int(m.ValLen), nil)
+	}
+	if l := p.link; l != nil && l.dialect.requestAnswered(p.sender, m.Key, m.Push) {
+		p.pump()
+		p.flush()
+	}
+	return into
 }
 
 // release releases the destinations that a StepMesh node will no longer write to, since its connection has ended. again says that

@@ -31,36 +31,36 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 		p.recycle(o)
 		return
 	}
-	n, inMeta := l.dialect.layout(o)
-	meta, err := p.stageMeta(r, o, stage, n, inMeta)
+	meta, err := p.stageMeta(r, o, stage)
 	if err != nil {
 		p.reject(id, o, at, err)
 		return
 	}
-	split := p.v.cfg.SplitQPLag && l.canSplit(o, inMeta)
+	split := p.v.cfg.SplitQPLag && len(l.queue.QueuePairs) > 1 && slices.ContainsFunc(o.parts, func(x outPart) bool { return x.splits() })
 	if split {
 		l.announceParts(meta)
 	}
-	byReference := p.putTrailer(r, o, meta, inMeta, split)
-	switch {
-	case o.isBatch():
-		l.addParts(id, o, at, meta[aligned(len(o.meta)):], split)
-	case inMeta:
-		o.writeFrames(meta[aligned(len(o.meta)):])
-	default:
-		l.addPayload(id, o, at, stage[metaRoom:], split)
+	byReference := false
+	var placements []byte
+	if l.native {
+		byReference = p.putTrailer(r, o, meta, split)
+		if o.form != formPlain {
+			placements = meta[aligned(len(o.meta)):]
+		}
 	}
+	l.addParts(id, o, at, placements, stage[metaRoom:], split)
 	l.addMeta(id, at, meta, byReference)
 	p.noteSent(r, o)
 }
 
-// stageMeta puts the meta of n bytes into the record's staging memory, or into memory of its own if it is too long. It registers the
-// memory of the value, and of the answer's destination.
-func (p *peer) stageMeta(r *conn.Record[sentMessage], o *outgoing, stage []byte, n int, inMeta bool) ([]byte, error) {
+// stageMeta puts the meta into the record's staging memory, or into memory of its own if it is too long. It registers the memory of the
+// values, and of the destinations of answers.
+func (p *peer) stageMeta(r *conn.Record[sentMessage], o *outgoing, stage []byte) ([]byte, error) {
 	l := p.link
+	n := l.dialect.layout(o)
 	meta := stage[:min(n, len(stage))]
 	room := len(stage)
-	if !inMeta && len(o.copies) > 0 {
+	if !l.native && len(o.copies) > 0 {
 		room = metaRoom
 	}
 	if n > room {
@@ -73,13 +73,6 @@ func (p *peer) stageMeta(r *conn.Record[sentMessage], o *outgoing, stage []byte,
 	copy(meta, o.meta)
 	if err := l.registerValues(r, o); err != nil {
 		return nil, err
-	}
-	if o.answer.into.Len() > 0 {
-		rkey, err := p.registerDestination(l, o.answer.into, o.answer.key)
-		if err != nil {
-			return nil, err
-		}
-		le.PutUint32(meta[metaOption:], rkey)
 	}
 	for i := range o.parts {
 		x := &o.parts[i]
@@ -96,17 +89,11 @@ func (p *peer) stageMeta(r *conn.Record[sentMessage], o *outgoing, stage []byte,
 			}
 			return nil, err
 		}
-		x.addr, x.rkey = x.into.Addr(), rkey
+		if x.addr, x.rkey = x.into.Addr(), rkey; o.form == formKey {
+			le.PutUint32(meta[metaOption:], rkey)
+		}
 	}
 	return meta, nil
-}
-
-// canSplit reports whether a value of o can be split over the queue pairs, and is large enough.
-func (l *link) canSplit(o *outgoing, inMeta bool) bool {
-	if o.isBatch() {
-		return len(l.queue.QueuePairs) > 1 && slices.ContainsFunc(o.parts, func(x outPart) bool { return x.splits() })
-	}
-	return len(l.queue.QueuePairs) > 1 && !inMeta && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
 }
 
 // announceParts says in the meta of a split message how many notifications of parts precede it.
@@ -118,15 +105,20 @@ func (l *link) announceParts(meta []byte) {
 	}
 }
 
-// putTrailer puts the trailer, if the dialect has one, at the end of meta. byReference reports that the device must read the meta when
+// putTrailer puts the trailer at the end of meta. byReference reports that the device must read the meta when
 // it sends it, not when it is posted: a Cancel may set a flag in the trailer until then.
-func (p *peer) putTrailer(r *conn.Record[sentMessage], o *outgoing, meta []byte, inMeta, split bool) (byReference bool) {
-	l := p.link
-	t, ok := l.dialect.trailer(o, inMeta)
-	if !ok {
-		return false
+func (p *peer) putTrailer(r *conn.Record[sentMessage], o *outgoing, meta []byte, split bool) (byReference bool) {
+	var t trailer
+	if o.form != formPlain {
+		t.metaLen = len(o.meta)
 	}
-	if o.control && l.numbered {
+	if o.form == formFrames {
+		t.frames = o.frames
+		for i := range o.parts {
+			t.lens[i] = uint32(o.parts[i].len)
+		}
+	}
+	if o.control && p.link.numbered {
 		t.numbered, t.lens[0], t.lens[1] = true, o.number&maxData, p.tag&maxData
 	}
 	if in := p.inbound.Load(); in != nil {
@@ -191,11 +183,6 @@ func (l *link) registerValues(r *conn.Record[sentMessage], o *outgoing) error {
 		r.Regions = append(r.Regions, reg)
 		return nil
 	}
-	for i := range o.frames {
-		if err := register(o.data[i]); err != nil {
-			return err
-		}
-	}
 	for i := range o.parts {
 		if err := register(o.parts[i].mem); err != nil {
 			return err
@@ -234,53 +221,6 @@ func (p *peer) reject(id uint32, o *outgoing, at *rendezvous.RemoteSlot, err err
 func (p *peer) failMessage(o *outgoing, err error) {
 	p.recycle(o)
 	go p.v.notifyFailure(p, p.link, err)
-}
-
-// addPayload adds the writes of the payload.
-func (l *link) addPayload(id uint32, o *outgoing, at *rendezvous.RemoteSlot, stage []byte, split bool) {
-	r := l.queue.Record(id)
-	to, rkey := at.Data, at.DataKey
-	if o.direct {
-		to, rkey = o.addr, o.rkey
-	}
-	if o.singleKey {
-		if o.request && !o.push || o.frames == 0 || o.lens[1] == 0 {
-			return
-		}
-		wr := verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: to, RKey: rkey}
-		if o.data[1].Len() == 0 {
-			l.queue.Add(id, 0, l.queue.Staged(wr, stage[:copy(stage, o.copies)]))
-			return
-		}
-		wr.LocalAddr, wr.Len, wr.LKey = o.data[1].Addr(), o.lens[1], r.Regions[0].MR.LKey()
-		if split {
-			l.addSplit(id, wr, at.Index, true)
-		} else {
-			l.queue.AddValue(id, wr)
-		}
-		return
-	}
-	// Packed frames: one write for each.
-	off, copied, reg := 0, 0, 0
-	for i := range o.frames {
-		off = aligned(off)
-		n := int(o.lens[i])
-		if n == 0 {
-			continue
-		}
-		wr := verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: to + uint64(off), RKey: rkey}
-		if o.data[i].Len() == 0 {
-			b := stage[:copy(stage, o.copies[copied:copied+n])]
-			stage = stage[aligned(n):]
-			copied += n
-			l.queue.Add(id, 0, l.queue.Staged(wr, b))
-		} else {
-			wr.LocalAddr, wr.Len, wr.LKey = o.data[i].Addr(), o.lens[i], r.Regions[reg].MR.LKey()
-			reg++
-			l.queue.AddValue(id, wr)
-		}
-		off += n
-	}
 }
 
 // addSplit adds the writes of a value's equal parts on all queue pairs. The message's last parts have a notification.
@@ -342,8 +282,9 @@ func (p *peer) returnSlots() {
 	}
 }
 
-// addParts writes the placements and the inline values of o, a batch, to b, and adds the writes of its other values.
-func (l *link) addParts(id uint32, o *outgoing, at *rendezvous.RemoteSlot, b []byte, split bool) {
+// addParts adds the writes of o's values. It writes the placements and the inline values to b. If b is nil, the peer is a StepMesh node: a
+// copied value is then written from stage.
+func (l *link) addParts(id uint32, o *outgoing, at *rendezvous.RemoteSlot, b, stage []byte, split bool) {
 	regions := l.queue.Record(id).Regions
 	last := -1 // the last value that is split
 	for i := range o.parts {
@@ -351,30 +292,35 @@ func (l *link) addParts(id uint32, o *outgoing, at *rendezvous.RemoteSlot, b []b
 			last = i
 		}
 	}
-	inline, copies, slot := b[aligned(placementLen*len(o.parts)):], o.copies, 0
+	copies, slot, inline := o.copies, 0, aligned(placementLen*len(o.parts))
 	for i := range o.parts {
 		x := &o.parts[i]
 		t := placement{addr: x.addr, rkey: x.rkey}
-		switch {
-		case x.len == 0:
-		case x.mem.Len() == 0:
-			copy(inline, copies[:x.len])
-			inline, copies = inline[aligned(x.len):], copies[x.len:]
-		default:
-			wr := verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: x.addr, RKey: x.rkey, LocalAddr: x.mem.Addr(), Len: uint32(x.len), LKey: regions[0].MR.LKey()}
-			regions = regions[1:]
+		if b != nil && x.mem.Len() == 0 {
+			copy(b[inline:], copies[:x.len])
+			inline, copies = inline+aligned(x.len), copies[x.len:]
+		} else if x.len > 0 {
+			wr := verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: x.addr, RKey: x.rkey}
 			if t.where = valueInPlace; !x.placed {
 				t.where, slot = valueInSlot, aligned(slot)
 				wr.RemoteAddr, wr.RKey = at.Data+uint64(slot), at.DataKey
 				slot += x.len
 			}
+			if x.mem.Len() == 0 {
+				l.queue.Add(id, 0, l.queue.Staged(wr, stage[:copy(stage, copies)]))
+				continue
+			}
+			wr.LocalAddr, wr.Len, wr.LKey = x.mem.Addr(), uint32(x.len), regions[0].MR.LKey()
+			regions = regions[1:]
 			if split && x.splits() {
 				l.addSplit(id, wr, at.Index, i == last)
 			} else {
 				l.queue.AddValue(id, wr)
 			}
 		}
-		t.put(b[placementLen*i:])
+		if b != nil {
+			t.put(b[placementLen*i:])
+		}
 	}
 }
 

@@ -219,3 +219,27 @@ func encode(r *rig, m *van.Message, t *trailer) []byte {
 	}
 	return b
 }
+
+// encodeParts encodes a message with placements, extra bytes after them, and a trailer.
+func encodeParts(r *rig, m *van.Message, places []placement, extra []byte, t trailer) []byte {
+	r.Helper()
+	b := make([]byte, m.EncodedLen())
+	if err := m.EncodeTo(b); err != nil {
+		r.Fatal(err)
+	}
+	if t.metaLen == 0 {
+		t.metaLen = len(b)
+	}
+	b = append(b, make([]byte, aligned(len(b))-len(b))...)
+	for i := range places {
+		var p [placementLen]byte
+		places[i].put(p[:])
+		b = append(b, p[:]...)
+	}
+	if len(extra) > 0 {
+		b = append(append(b, make([]byte, aligned(len(b))-len(b))...), extra...)
+	}
+	b = append(b, make([]byte, trailerLen)...)
+	t.put(b[len(b)-trailerLen:])
+	return b
+}

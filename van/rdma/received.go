@@ -96,36 +96,23 @@ func (p *pool) Free(m *van.Message) {
 	}
 }
 
-// packedFrames locates frames that are packed in the first room bytes of data.
-func (rx *received) packedFrames(l *receiveSlot, t *trailer, data backend.Mem, room int) error {
-	off := 0
-	for i := range t.frames { // check all lengths first
-		off = aligned(off)
-		n := int(t.lens[i])
-		if n > 0 && n > room-off {
-			return &van.FieldError{Field: "trailer frame length", Value: n, Want: fmt.Sprintf("up to %d", max(room-off, 0))}
-		}
-		off += n
-	}
-	off = 0
-	for i := range t.frames {
-		off = aligned(off)
-		n := int(t.lens[i])
-		if n == 0 {
-			continue
-		}
-		frame := data.Sub(off, n)
-		off += n
-		if i == 1 {
-			rx.slot = l
-		} else {
+// takeFrames makes the located parts of rx its frames.
+func (rx *received) takeFrames(t *trailer) error {
+	m := &rx.msg
+	m.Frames = t.frames
+	for i := range m.Parts {
+		frame := m.Parts[i].Vals
+		if i != 1 && frame.Len() > 0 {
 			// Keys and lengths are validated before use: copy them, so that the peer cannot change them in between.
 			if !frame.OnHost() {
 				return &van.FieldError{Field: "trailer frames", Value: fmt.Sprintf("frame %d in memory of %s", i, frame.Device()), Want: "it in ordinary memory"}
 			}
 			frame = rx.copyFrame(frame.Host(), t)
 		}
-		rx.msg.SetFrame(i, frame)
+		m.SetFrame(i, frame)
+	}
+	if m.Vals.Len() == 0 {
+		rx.slot = nil
 	}
 	return nil
 }

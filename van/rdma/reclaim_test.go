@@ -463,7 +463,7 @@ func TestHostileReturns(t *testing.T) {
 	say("no slot", h.s.budget.slots.Len()+5, true)
 	say("no slot that can be", 1<<16-1, true)
 	h.c.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: mine.data, RKey: mine.dataKey}, value(1000, 9))
-	h.c.notify(0, mine.index, mine.meta, mine.metaKey, encode(h.rig, push(h.s, 6, 1, value(1000, 9)), &trailer{frames: 2, lens: [van.MaxFrames]uint32{8, 1000}}))
+	h.c.notify(0, mine.index, mine.meta, mine.metaKey, encodeParts(h.rig, push(h.s, 6, 1, value(1000, 9)), []placement{{where: valueInSlot}}, nil, trailer{}))
 	m := h.s.next()
 	say("slot in use", int(mine.index), true)
 	if string(m.Vals.Host()) != string(value(1000, 9)) {

@@ -58,8 +58,8 @@ func (v *rvan) Send(msg *van.Message) error {
 // queueParts passes the messages of ps-lite that stand for msg, a batch, to the rendezvous: all of them, or none. p.mu is held.
 func (p *peer) queueParts(msg *van.Message) (done van.Completion, err error) {
 	for i := range msg.Parts {
-		if x := &msg.Parts[i]; x.Vals.Len() > maxData-smallFrame {
-			return nil, fmt.Errorf("%w: %d bytes of payload of key %d, want at most %d", van.ErrInvalid, x.Vals.Len(), x.Key, maxData-smallFrame)
+		if x := &msg.Parts[i]; x.Vals.Len() > maxData-frameAlign {
+			return nil, fmt.Errorf("%w: %d bytes of payload of key %d, want at most %d", van.ErrInvalid, x.Vals.Len(), x.Key, maxData-frameAlign)
 		}
 	}
 	all, own := van.NewAllSent(msg.Done), msg.Done

@@ -21,12 +21,12 @@ func (d *stepmeshOut) check(o *outgoing) error {
 	switch {
 	case o.isBatch():
 		return fmt.Errorf("%w: a batch: the node table names a node of this library, and a node of the C++ library answers", van.ErrInvalid)
-	case o.answer.invalidated, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
+	case o.invalidated, o.size == 0 && (o.oneShot || !o.request), o.form == formKey && o.parts[0].placed && o.parts[0].len > 0:
 		return nil
-	case o.request && o.singleKey && (o.push && o.lens[1] > 0 || !o.push && o.answer.into.Len() > 0):
+	case o.form == formKey && o.request && max(o.parts[0].len, o.parts[0].into.Len()) > 0:
 		// The peer has one buffer for all requests of a key, whose size the first request sets. It writes only pushes there. It
 		// answers pulls to the address in the request.
-		n := max(int(o.lens[1]), o.answer.len)
+		n := max(o.parts[0].len, o.parts[0].want)
 		have, known := d.keySizes[o.key]
 		if !known {
 			d.keySizes[o.key] = n
@@ -43,8 +43,8 @@ func (d *stepmeshOut) check(o *outgoing) error {
 func (d *stepmeshOut) need(o *outgoing) rendezvous.Need {
 	n := rendezvous.Need{OneShot: o.oneShot, Meta: len(o.meta)}
 	n.Route = rendezvous.Route{Key: o.key, Push: o.push, Request: o.request}
-	if o.push && o.request && !o.oneShot { // other values are not written to the slot
-		n.Data = int(o.lens[1])
+	if o.form == formKey && o.parts[0].push { // other values are not written to the slot
+		n.Data = o.parts[0].len
 	}
 	return n
 }
@@ -54,11 +54,15 @@ func (d *stepmeshOut) completeRequest(s *slotRequest, o *outgoing, _ rendezvous.
 		return
 	}
 	s.key, s.dataNum = o.key, uint64(o.frames)
-	for i := range o.frames {
-		s.data[i] = uint64(o.lens[i])
+	if o.form != formKey {
+		return
 	}
-	if o.answer.len > 0 {
-		s.data[1] = uint64(min(o.answer.len, d.keySizes[o.key]))
+	x := &o.parts[0]
+	if s.data[0], s.data[1] = 8, uint64(x.len); o.frames == van.MaxFrames {
+		s.data[2] = 4
+	}
+	if x.want > 0 {
+		s.data[1] = uint64(min(x.want, d.keySizes[o.key]))
 	}
 }
 
@@ -77,11 +81,9 @@ func (d *stepmeshOut) requestAnswered(snd *rendezvous.Sender[*outgoing], key uin
 }
 
 // mustSend: an answer to an invalidated request must not be sent, since the peer would still write to the memory.
-func (d *stepmeshOut) mustSend(o *outgoing) bool { return !o.answer.invalidated }
+func (d *stepmeshOut) mustSend(o *outgoing) bool { return !o.invalidated }
 
-func (d *stepmeshOut) layout(o *outgoing) (n int, inMeta bool) { return len(o.meta), false }
-
-func (d *stepmeshOut) trailer(*outgoing, bool) (t trailer, ok bool) { return t, false }
+func (d *stepmeshOut) layout(o *outgoing) int { return len(o.meta) }
 
 // stepmeshIn is the dialect of a connection that a StepMesh node has opened.
 type stepmeshIn struct{ slotSet }
@@ -141,7 +143,7 @@ func (d stepmeshIn) frames(rx *received, l *receiveSlot, _ *trailer, _ []byte) e
 		return nil
 	}
 	if !m.Request {
-		into, _ := d.v.endPull(d.handshake.node, &m.Meta, nil)
+		into := d.v.endRequest(d.handshake.node, &m.Meta)
 		if m.Push {
 			return nil
 		}

@@ -258,16 +258,13 @@ const (
 
 // trailer follows the meta in messages between native nodes.
 type trailer struct {
-	packed   bool // the frames are packed in the slot's data
-	placed   bool // the value was written to the destination of the request
-	frames   int
-	lens     [van.MaxFrames]uint32 // of the frames in bytes
+	frames   int                   // of a message in formFrames; otherwise 0
+	lens     [van.MaxFrames]uint32 // of these frames in bytes
 	epoch    uint32                // of the connection whose slots are returned, and whose messages were decoded
 	credits  [maxCredits]uint16
 	n        int    // number of credits
 	numbered bool   // of a control message: lens[0] is its number, lens[1] the tag of its sender's peer object
-	inMeta   bool   // the frames, or the placements and inline values of a batch, are between the meta and the trailer
-	metaLen  int    // of the meta, if inMeta
+	metaLen  int    // of the meta, if placements and inline values follow it; otherwise 0
 	decoded  uint32 // number of messages of that connection that the sender of the trailer has decoded; 0: it announces no buffers there
 	canceled bool   // the request was canceled before it was sent: its value may have changed
 }
@@ -279,10 +276,7 @@ const trailerLen = 64
 
 // Flags of a trailer.
 const (
-	trailerPacked = 1 << iota
-	trailerPlaced
-	trailerInMeta
-	trailerNumbered
+	trailerNumbered = 1 << iota
 	trailerCanceled // set in place, after the trailer was encoded
 )
 
@@ -296,22 +290,13 @@ const (
 // offFlags is the offset of the flags. Those in use fit into one byte.
 const offFlags = 4
 
-// frameAlign is the alignment of packed frames.
+// frameAlign is the alignment of values.
 const frameAlign = 64
 
 func aligned(n int) int { return (n + frameAlign - 1) &^ (frameAlign - 1) }
 
 func (t *trailer) put(b []byte) {
 	flags := uint16(0)
-	if t.packed {
-		flags |= trailerPacked
-	}
-	if t.placed {
-		flags |= trailerPlaced
-	}
-	if t.inMeta {
-		flags |= trailerInMeta
-	}
 	if t.numbered {
 		flags |= trailerNumbered
 	}
@@ -334,7 +319,6 @@ func (t *trailer) get(b []byte) error {
 		return &van.FieldError{Field: "trailer", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("%d that begin with %#x", trailerLen, magic)}
 	}
 	flags := le.Uint16(b[offFlags:])
-	t.packed, t.placed, t.inMeta = flags&trailerPacked != 0, flags&trailerPlaced != 0, flags&trailerInMeta != 0
 	t.numbered, t.canceled = flags&trailerNumbered != 0, flags&trailerCanceled != 0
 	t.metaLen = int(le.Uint32(b[offMetaLen:]))
 	t.n, t.frames = int(b[6]), int(b[7])
@@ -357,7 +341,7 @@ func (t *trailer) get(b []byte) error {
 	return nil
 }
 
-// placement tells the receiver where the value of a part of a batch is. In a pull request it names the destination of the answer.
+// placement tells the receiver where a value of a message is. In a pull request it names the destination of the answer.
 type placement struct {
 	addr  uint64 // of a pull and of its answer: the destination; of a push: the receive buffer
 	rkey  uint32 // of addr; 0: the peer may not write there

@@ -36,7 +36,7 @@ func TestLayout(t *testing.T) {
 		t.Errorf("RequestContext:\n got %s\nwant %s", got, want)
 	}
 	b = make([]byte, trailerLen)
-	tr := trailer{packed: true, frames: 3, lens: [van.MaxFrames]uint32{8, 1000, 4}, epoch: 0x01020304, n: 2}
+	tr := trailer{numbered: true, frames: 3, lens: [van.MaxFrames]uint32{8, 1000, 4}, epoch: 0x01020304, n: 2}
 	tr.credits[0], tr.credits[1] = 7, 0x7fff
 	tr.put(b)
 	want = "53414631" + "0100" + "02" + "03" + "08000000" + "e8030000" + "04000000" + "04030201" + "0700" + "ff7f"
@@ -156,11 +156,11 @@ func FuzzSlotReply(f *testing.F) {
 
 func FuzzTrailer(f *testing.F) {
 	b := make([]byte, trailerLen)
-	(&trailer{packed: true, frames: 3, lens: [van.MaxFrames]uint32{8, 100, 4}, n: 3}).put(b)
+	(&trailer{numbered: true, frames: 3, lens: [van.MaxFrames]uint32{8, 100, 4}, n: 3}).put(b)
 	f.Add(b)
-	(&trailer{inMeta: true, metaLen: 300, frames: 2}).put(b)
+	(&trailer{metaLen: 300, frames: 2}).put(b)
 	f.Add(bytes.Clone(b))
-	(&trailer{frames: 2, inMeta: true, metaLen: 1 << 20}).put(b)
+	(&trailer{frames: 2, metaLen: 1 << 20}).put(b)
 	f.Add(bytes.Clone(b))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		var x trailer
