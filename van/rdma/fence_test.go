@@ -3,7 +3,11 @@ package rdma
 import (
 	"errors"
 	"fmt"
+	"runtime"
+	"slices"
 	"testing"
+	"time"
+	"weak"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
@@ -126,6 +130,64 @@ func TestReplacementWaitsForTheEnd(t *testing.T) {
 	m.Release()
 	s.destroyInbound(in, nil, nil)
 	s.wantValue(1, value(3000, 1))
+}
+
+// TestReplacementWaitsForALateConnection: data of a new process also waits for a connection that the process before it has opened later.
+func TestReplacementWaitsForALateConnection(t *testing.T) {
+	r := newRig(t)
+	s, old, next := r.node(8), r.node(9), r.node(9)
+	r.link(old, s)
+	first := s.incomingOf(9)
+	next.connect(s)
+	next.wantUp(s)
+	(*old.tables.peers.Load())[8].currentLink().fail(errors.New("the test ends it")) // old connects again
+	var late *inbound
+	r.until("the other process has connected again", func() bool {
+		for _, c := range *s.tables.conns.Load() {
+			if x := c.in; x != nil && x != first && x.handshake.incarnation == old.local.incarnation && x.confirmed.Load() != 0 {
+				late = x
+			}
+		}
+		return late != nil && s.incomingOf(9) == late
+	})
+	r.until("its first connection is destroyed", func() bool { return (*s.tables.conns.Load())[first.serial] == nil })
+	late.once.Do(func() { late.failed.Store(true) }) // and it is not destroyed yet
+	s.connect(next)
+	s.wantUp(next)
+	next.must(push(s, 1, 1, value(3000, 1)))
+	latest := (*s.tables.peers.Load())[9].inbound.Load()
+	r.until("its slot request waits, or is granted", func() bool {
+		latest.mu.Lock()
+		defer latest.mu.Unlock()
+		return len(latest.slots.waiting[1]) > 0 || len(latest.slots.granted) > 0
+	})
+	next.must(control(s, 2))
+	m := s.next()
+	if !m.IsControl() {
+		t.Error("data arrived while a connection of the other process was open")
+	}
+	m.Release()
+	s.destroyInbound(late, nil, nil)
+	s.wantValue(1, value(3000, 1))
+}
+
+// TestEndedConnectionsAreFreed: a connection does not keep the memory of earlier ones under the same node id.
+func TestEndedConnectionsAreFreed(t *testing.T) {
+	r := newRig(t)
+	s := r.make(8)
+	s.times.probe = 10 * time.Millisecond // the queue of probes has the ended ones until they are due
+	s.listenOn(0)
+	s.Start(func(m *van.Message) { s.in <- m.Retain() })
+	var ended []weak.Pointer[inbound]
+	for range 3 {
+		r.link(r.node(9), s)
+		ended = append(ended, weak.Make(s.incomingOf(9)))
+	}
+	r.link(r.node(9), s) // it replaces the last of them
+	r.until("the memory of ended connections is freed", func() bool {
+		runtime.GC()
+		return !slices.ContainsFunc(ended, func(p weak.Pointer[inbound]) bool { return p.Value() != nil })
+	})
 }
 
 // Data of a process that is not in the node table yet waits until it is. Control messages arrive at once.

@@ -106,6 +106,43 @@ func TestFreeSlotTooSmall(t *testing.T) {
 	}
 }
 
+// TestTickConsidersNeeds: a waiting message whose need has changed gets the free slot that fits it now.
+func TestTickConsidersNeeds(t *testing.T) {
+	small, large := Need{Route: Route{Class: 1}, Meta: 300}, Need{Route: Route{Class: 20}, Meta: 300, Data: 1 << 20}
+	need := small
+	s := NewSender(func(int) Need { return need })
+	s.Connect(false)
+	next := func(want Kind) Action[int] {
+		t.Helper()
+		a, ok := s.Next()
+		if !ok || a.Kind != want {
+			t.Fatalf("action %+v, %t; want one of kind %d", a, ok, want)
+		}
+		return a
+	}
+	submit := func(i int) Action[int] {
+		t.Helper()
+		if err := s.Submit(i); err != nil {
+			t.Fatal(err)
+		}
+		return next(Request)
+	}
+	s.Reply(submit(0).Origin, RemoteSlot{Index: 7})
+	next(Put)
+	s.Credit(7)
+	need = large
+	submit(1) // the request is not answered
+	if a, ok := s.Next(); ok {
+		t.Fatalf("action %+v, want none", a)
+	}
+	need = small
+	s.Tick()
+	s.Tick()
+	if a := next(Put); a.Item != 1 || a.Slot.Index != 7 {
+		t.Errorf("message %d in slot %d, want 1 and 7", a.Item, a.Slot.Index)
+	}
+}
+
 // TestLargeMetas: the bytes of metas limit how many slots are requested at once.
 func TestLargeMetas(t *testing.T) {
 	m := newModel(t, 1, false)
