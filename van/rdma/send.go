@@ -159,7 +159,7 @@ func (p *peer) queue(msg *van.Message) (done van.Completion, err error) {
 	if err != nil {
 		return nil, err
 	}
-	if err = p.sender.Submit(o); err != nil {
+	if err = p.sender.Submit(o, o.oneShot); err != nil {
 		p.recycle(o)
 		return nil, fmt.Errorf("%w: %w", van.ErrInvalid, err)
 	}

@@ -65,13 +65,13 @@ func TestCreditOfEarlierConnection(t *testing.T) {
 	p.sender.Connect(false)
 	p.link = &link{queue: &conn.SendQueue[sentMessage]{}, device: &device{}, dialect: &nativeOut{}, native: true, epoch: 7}
 	o := &outgoing{}
-	if err := p.sender.Submit(o); err != nil {
+	if err := p.sender.Submit(o, o.oneShot); err != nil {
 		t.Fatal(err)
 	}
 	if puts(); !p.sender.Reply(1, rendezvous.RemoteSlot{Index: 3}) || puts() != 1 {
 		t.Fatalf("%d messages were put, want 1", put)
 	}
-	if err := p.sender.Submit(o); err != nil { // it waits for the slot
+	if err := p.sender.Submit(o, o.oneShot); err != nil { // it waits for the slot
 		t.Fatal(err)
 	}
 	for _, c := range []struct {

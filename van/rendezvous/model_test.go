@@ -362,8 +362,8 @@ func (m *model) check() {
 			m.t.Fatalf("slot request %d is open, the last was %d", origin, s.origin)
 		}
 	}
-	for i := range s.queues[1].q.len() {
-		if r := s.queues[1].q.at(i).route; r != nil {
+	for i := range s.queues[1].q.Len() {
+		if r := s.queues[1].at(i).route; r != nil {
 			queued[r]++
 		}
 	}
@@ -411,7 +411,7 @@ func (m *model) settle() {
 
 func (m *model) submit(o *item) {
 	m.t.Helper()
-	if err := m.s.Submit(o); err != nil {
+	if err := m.s.Submit(o, o.oneShot); err != nil {
 		if !m.original || !errors.Is(err, ErrGrown) {
 			m.t.Fatalf("item %d: %v", o.seq, err)
 		}

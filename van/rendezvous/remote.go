@@ -66,6 +66,7 @@ type remoteSlots struct {
 	freedByAnswer bool
 
 	routes   map[Route]*route
+	last     *route // of routes: the last one from which a slot was taken
 	granted  map[uint32]*RemoteSlot
 	requests map[uint64]*request
 	freed    bool // a slot has become free since Next
@@ -125,7 +126,11 @@ func (s *remoteSlots) route(r Route) *route {
 
 // take returns a free slot that is large enough, and marks it busy.
 func (s *remoteSlots) take(need Need) *RemoteSlot {
-	r := s.routes[need.Route]
+	r := s.last
+	if r == nil || r.Route != need.Route {
+		r = s.routes[need.Route]
+		s.last = r
+	}
 	if r == nil || r.free == 0 {
 		return nil
 	}
@@ -191,6 +196,7 @@ func (s *remoteSlots) retire(r *route, need Need) {
 func (s *remoteSlots) removeIfEmpty(r *route) {
 	if len(r.slots) == 0 && r.requests == 0 && s.routes[r.Route] == r {
 		delete(s.routes, r.Route)
+		s.last = nil
 	}
 }
 

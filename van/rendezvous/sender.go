@@ -1,5 +1,7 @@
 package rendezvous
 
+import "github.com/stepaf/stepaf-go/internal/fifo"
+
 // This file owns the queues of messages that wait for slots, and the choice of the next action.
 
 // Kind is the kind of an Action.
@@ -43,8 +45,9 @@ type Sender[T any] struct {
 // outQueue is a FIFO queue of messages that have not been put. One-shots have their own, so that neither
 // kind waits for the other.
 type outQueue[T any] struct {
-	q    fifo[waitingItem[T]]
-	head uint64 // number of q's first entry
+	q      fifo.Queue[waitingItem[T]]
+	head   uint64 // number of q's first entry
+	ticked uint64 // head+1 at the last Tick; 0: q was empty
 	// changed is set when q's first entry may be put, or may need a slot request.
 	changed bool
 	// scanned is the number of the first entry that may not have been considered for a slot
@@ -52,6 +55,8 @@ type outQueue[T any] struct {
 	scanned uint64
 	removed int // position of the entry that was refused last
 }
+
+func (l *outQueue[T]) at(i int) *waitingItem[T] { return &l.q.All()[i] }
 
 type waitingItem[T any] struct {
 	item       T
@@ -70,6 +75,7 @@ func NewSender[T any](need func(T) Need) *Sender[T] {
 }
 
 func (s *Sender[T]) reset() {
+	s.last = nil
 	s.routes, s.granted, s.requests = map[Route]*route{}, map[uint32]*RemoteSlot{}, map[uint64]*request{}
 	s.wanted.slots, s.wanted.bytes, s.returns = 0, 0, s.returns[:0]
 }
@@ -92,11 +98,11 @@ func (s *Sender[T]) Disconnect(keep func(T) bool) (dropped []T) {
 	s.connected, s.extra = false, false
 	for i := range s.queues {
 		l := &s.queues[i]
-		for range l.q.len() {
-			w := l.q.pop()
+		for range l.q.Len() {
+			w := l.q.Take()
 			l.head++
 			if keep(w.item) {
-				l.q.push(waitingItem[T]{item: w.item})
+				l.q.Put(waitingItem[T]{item: w.item})
 			} else {
 				dropped = append(dropped, w.item)
 			}
@@ -113,45 +119,44 @@ func (s *Sender[T]) Resubmit(items []T) {
 		return
 	}
 	l := &s.queues[0]
-	n := l.q.len()
+	n := l.q.Len()
 	for _, x := range items {
-		l.q.push(waitingItem[T]{item: x})
+		l.q.Put(waitingItem[T]{item: x})
 	}
 	for range n {
-		l.q.push(l.q.pop())
+		l.q.Put(l.q.Take())
 	}
 }
 
 // Waiting returns the number of messages that have not been put.
-func (s *Sender[T]) Waiting() int { return s.queues[0].q.len() + s.queues[1].q.len() }
+func (s *Sender[T]) Waiting() int { return s.queues[0].q.Len() + s.queues[1].q.Len() }
 
 // Each calls f for each message that has not been put.
 func (s *Sender[T]) Each(f func(T)) {
 	for i := range s.queues {
-		for k := range s.queues[i].q.len() {
-			f(s.queues[i].q.at(k).item)
+		for k := range s.queues[i].q.Len() {
+			f(s.queues[i].at(k).item)
 		}
 	}
 }
 
 // Submit queues item. The error wraps ErrGrown; item is not queued then.
-func (s *Sender[T]) Submit(item T) error {
-	need := s.need(item)
-	l := s.queue(need)
+func (s *Sender[T]) Submit(item T, oneShot bool) error {
+	l := s.queue(oneShot)
 	if s.connected && s.freedByAnswer {
-		if err := s.growth(need); err != nil {
+		if err := s.growth(s.need(item)); err != nil {
 			return err
 		}
 	}
-	if l.q.len() == 0 {
+	if l.q.Len() == 0 {
 		l.changed = true
 	}
-	l.q.push(waitingItem[T]{item: item})
+	l.q.Put(waitingItem[T]{item: item})
 	return nil
 }
 
-func (s *Sender[T]) queue(need Need) *outQueue[T] {
-	if need.OneShot {
+func (s *Sender[T]) queue(oneShot bool) *outQueue[T] {
+	if oneShot {
 		return &s.queues[0]
 	}
 	return &s.queues[1]
@@ -159,7 +164,7 @@ func (s *Sender[T]) queue(need Need) *outQueue[T] {
 
 // considerRequest returns the slot request for entry i of l, unless enough are open.
 func (s *Sender[T]) considerRequest(l *outQueue[T], i int, need Need) (a Action[T], ok bool) {
-	w := l.q.at(i)
+	w := l.at(i)
 	if w.requested || w.slot != nil {
 		return a, false
 	}
@@ -224,8 +229,8 @@ func (s *Sender[T]) Reply(origin uint64, p RemoteSlot) bool {
 	place.MetaLen, place.DataLen = a.need.Meta, a.need.Data
 	if a.need.OneShot {
 		l := &s.queues[0]
-		if i := a.seq - l.head; i < uint64(l.q.len()) {
-			l.q.at(int(i)).slot = place
+		if i := a.seq - l.head; i < uint64(l.q.Len()) {
+			l.at(int(i)).slot = place
 			l.changed = true
 		}
 		return true
@@ -256,7 +261,7 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 		return item, need, false
 	}
 	delete(s.requests, origin)
-	l := s.queue(a.need)
+	l := s.queue(a.need.OneShot)
 	l.changed = true
 	if a.route != nil {
 		a.route.requests--
@@ -266,8 +271,8 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 			return item, need, false
 		}
 	}
-	for i := range l.q.len() {
-		w := l.q.at(i)
+	for i := range l.q.Len() {
+		w := l.at(i)
 		if a.need.OneShot && l.head+uint64(i) == a.seq || !a.need.OneShot && w.route == a.route && s.need(w.item) == a.need {
 			return s.removeRefused(l, i, a), a.need, true
 		}
@@ -278,12 +283,14 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 
 // removeRefused removes entry i of l, whose slot request a was refused, and returns its message.
 func (s *Sender[T]) removeRefused(l *outQueue[T], i int, a *request) T {
-	w := l.q.at(i)
+	w := l.at(i)
 	item := w.item
 	if w.route != nil {
 		w.route.queued--
 	}
-	l.q.remove(i)
+	all := l.q.All()
+	copy(all[1:i+1], all[:i])
+	l.q.Take()
 	l.removed = i
 	if l.scanned > l.head+uint64(i) {
 		l.scanned--
@@ -301,13 +308,13 @@ func (s *Sender[T]) Replace(items []T) {
 	l := &s.queues[1]
 	rotate := func(n int) {
 		for range n {
-			l.q.push(l.q.pop())
+			l.q.Put(l.q.Take())
 		}
 	}
-	behind := l.q.len() - l.removed
+	behind := l.q.Len() - l.removed
 	rotate(l.removed)
 	for _, x := range items {
-		l.q.push(waitingItem[T]{item: x})
+		l.q.Put(waitingItem[T]{item: x})
 	}
 	rotate(behind)
 	l.changed, l.scanned = true, min(l.scanned, l.head+uint64(l.removed))
@@ -330,8 +337,8 @@ func (s *Sender[T]) NotNeeded(origin uint64) bool {
 // NeedsChanged considers all queued messages for slot requests again: their needs have changed, or what they counted on.
 func (s *Sender[T]) NeedsChanged() {
 	l := &s.queues[1]
-	for i := range l.q.len() {
-		w := l.q.at(i)
+	for i := range l.q.Len() {
+		w := l.at(i)
 		w.requested, w.considered = false, false
 	}
 	l.changed, l.scanned = true, l.head
@@ -380,10 +387,10 @@ func (s *Sender[T]) Next() (a Action[T], ok bool) {
 
 // nextOf returns the action for l's first message.
 func (s *Sender[T]) nextOf(l *outQueue[T]) (a Action[T], ok bool) {
-	if l.q.len() == 0 {
+	if l.q.Len() == 0 {
 		return a, false
 	}
-	w := l.q.at(0)
+	w := l.at(0)
 	need := s.need(w.item)
 	p := w.slot
 	if !need.OneShot {
@@ -405,14 +412,14 @@ func (s *Sender[T]) nextOf(l *outQueue[T]) (a Action[T], ok bool) {
 // First returns the first queued message that is no one-shot.
 func (s *Sender[T]) First() (item T, ok bool) {
 	l := &s.queues[1]
-	if !s.connected || l.q.len() == 0 {
+	if !s.connected || l.q.Len() == 0 {
 		return item, false
 	}
-	return l.q.at(0).item, true
+	return l.at(0).item, true
 }
 
 func (s *Sender[T]) popFirst(l *outQueue[T]) T {
-	w := l.q.pop()
+	w := l.q.Take()
 	l.head++
 	if w.route != nil {
 		w.route.queued--
@@ -424,10 +431,10 @@ func (s *Sender[T]) popFirst(l *outQueue[T]) T {
 // requests a slot in advance.
 func (s *Sender[T]) nextRequest(l *outQueue[T]) (a Action[T], ok bool) {
 	l.scanned = max(l.scanned, l.head)
-	for l.scanned < l.head+uint64(l.q.len()) {
+	for l.scanned < l.head+uint64(l.q.Len()) {
 		i := int(l.scanned - l.head)
 		l.scanned++
-		w := l.q.at(i)
+		w := l.at(i)
 		if w.considered {
 			continue
 		}
@@ -442,12 +449,12 @@ func (s *Sender[T]) nextRequest(l *outQueue[T]) (a Action[T], ok bool) {
 // extraRequest returns the additional slot request that Tick has decided on.
 func (s *Sender[T]) extraRequest() (a Action[T], ok bool) {
 	l := &s.queues[1]
-	if !s.extra || l.q.len() == 0 {
+	if !s.extra || l.q.Len() == 0 {
 		s.extra = false
 		return a, false
 	}
 	s.extra = false
-	w := l.q.at(0)
+	w := l.at(0)
 	need := s.need(w.item)
 	r := s.route(need.Route)
 	if s.expects(r, need) {
@@ -461,11 +468,11 @@ func (s *Sender[T]) extraRequest() (a Action[T], ok bool) {
 // messages that in turn wait for the first one.
 func (s *Sender[T]) Tick() {
 	l := &s.queues[1]
-	if !s.connected || s.freedByAnswer || l.q.len() == 0 {
-		l.q.mark = 0
+	if !s.connected || s.freedByAnswer || l.q.Len() == 0 {
+		l.ticked = 0
 		return
 	}
-	w := l.q.at(0)
+	w := l.at(0)
 	need := s.need(w.item)
 	r := s.route(need.Route)
 	if r.cooldown > 0 {
@@ -473,53 +480,10 @@ func (s *Sender[T]) Tick() {
 			return
 		}
 	}
-	if stamp := l.head + 1; l.q.mark != stamp {
-		l.q.mark = stamp
+	if stamp := l.head + 1; l.ticked != stamp {
+		l.ticked = stamp
 		return
 	}
 	s.extra = !s.expects(r, need)
 	l.changed = l.changed || !s.extra // its need may have changed since Next considered it
-}
-
-// fifo is a queue in a ring.
-type fifo[T any] struct {
-	ring []T
-	from int
-	n    int
-	mark uint64
-}
-
-func (f *fifo[T]) len() int { return f.n }
-
-func (f *fifo[T]) at(i int) *T { return &f.ring[(f.from+i)&(len(f.ring)-1)] }
-
-func (f *fifo[T]) push(v T) {
-	if f.n == len(f.ring) {
-		ring := make([]T, max(16, 2*f.n))
-		for i := range f.n {
-			ring[i] = *f.at(i)
-		}
-		f.ring, f.from = ring, 0
-	}
-	f.n++
-	*f.at(f.n - 1) = v
-}
-
-func (f *fifo[T]) pop() T {
-	var zero T
-	p := f.at(0)
-	v := *p
-	*p = zero
-	f.from = (f.from + 1) & (len(f.ring) - 1)
-	f.n--
-	return v
-}
-
-func (f *fifo[T]) remove(i int) {
-	var zero T
-	for ; i < f.n-1; i++ {
-		*f.at(i) = *f.at(i + 1)
-	}
-	*f.at(f.n - 1) = zero
-	f.n--
 }

@@ -122,7 +122,7 @@ func TestTickConsidersNeeds(t *testing.T) {
 	}
 	submit := func(i int) Action[int] {
 		t.Helper()
-		if err := s.Submit(i); err != nil {
+		if err := s.Submit(i, false); err != nil {
 			t.Fatal(err)
 		}
 		return next(Request)
@@ -256,7 +256,7 @@ func TestGrown(t *testing.T) {
 		m.connect()
 		m.submit(send(m, 1, 100))
 		m.settle()
-		if err := m.s.Submit(send(m, 2, 101)); !errors.Is(err, ErrGrown) {
+		if err := m.s.Submit(send(m, 2, 101), false); !errors.Is(err, ErrGrown) {
 			t.Errorf("error %v, want %v", err, ErrGrown)
 		}
 		m.submit(send(m, 3, 100))
@@ -270,7 +270,7 @@ func TestGrown(t *testing.T) {
 		m := newModel(t, 1, true)
 		m.connect()
 		m.submit(send(m, 1, 100))
-		if err := m.s.Submit(send(m, 2, 101)); !errors.Is(err, ErrGrown) {
+		if err := m.s.Submit(send(m, 2, 101), false); !errors.Is(err, ErrGrown) {
 			t.Errorf("error %v, want %v", err, ErrGrown)
 		}
 		m.settle()
