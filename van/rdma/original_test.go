@@ -1,6 +1,7 @@
 package rdma
 
 import (
+	"errors"
 	"slices"
 	"testing"
 	"time"
@@ -143,6 +144,29 @@ func TestSlotOfLostAnswerOfOriginal(t *testing.T) {
 	w.wantUp(s.who)
 	if _, m := s.message(c, slots); m.Timestamp != 2 {
 		t.Errorf("request %d came, want 2", m.Timestamp)
+	}
+	s.end()
+}
+
+// TestBatchToOriginalIsWhole: if a StepMesh node cannot receive one part of a batch, none is sent, and the sender is told.
+func TestBatchToOriginalIsWhole(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9)
+	s := newRawServer(r, w)
+	s.take()
+	m := batch(s.who, 1, 0, 100, 3000, 0)
+	m.Done = w
+	if err := w.Send(m); !errors.Is(err, van.ErrInvalid) {
+		t.Errorf("Send: %v, want %v: a push to a StepMesh node has a value", err, van.ErrInvalid)
+	}
+	p := (*w.tables.peers.Load())[s.who.who.ID]
+	p.mu.Lock()
+	if n := p.sender.Waiting(); n != 0 || p.unsent != 0 {
+		t.Errorf("%d messages with %d bytes wait, want none", n, p.unsent)
+	}
+	p.mu.Unlock()
+	if m.Done != van.Completion(w) || w.dones.Load() != 0 {
+		t.Error("Done was called, or replaced")
 	}
 	s.end()
 }

@@ -36,6 +36,7 @@ type peer struct {
 	inboundDown     *inboundDown // nil if both connections are up, or if link is nil
 	confirmedSerial uint32       // serial number of the latest inbound connection whose immUp notifyInbound has handled
 	free            []*outgoing
+	expanded        partList     // used while a batch is expanded
 	unsent          int          // bytes of queued payload
 	lastNumber      uint32       // of the last control message
 	tickedAt        uint64       // when Sender.Tick was last called

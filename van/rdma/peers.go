@@ -36,7 +36,7 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	}
 	run, stop := context.WithCancel(context.Background())
 	p := &peer{v: v.node, node: node, addr: addr, incarnation: incarnation, tag: v.serials.Add(1), state: connectState{stop: stop, stopped: make(chan struct{})}, pulls: map[pullKey]pullDestination{}}
-	p.waitDue.Run = p.tick
+	p.waitDue.Run, p.expanded.peer = p.tick, p
 	p.id.Store(int32(id))
 	p.sender = rendezvous.NewSender(p.need)
 	v.replace(func(m map[int]*peer) { m[id] = p })

@@ -62,26 +62,14 @@ func (p *peer) queueParts(msg *van.Message) (done van.Completion, err error) {
 			return nil, fmt.Errorf("%w: %d bytes of payload of key %d, want at most %d", van.ErrInvalid, x.Vals.Len(), x.Key, maxData-frameAlign)
 		}
 	}
-	all, own := van.NewAllSent(msg.Done), msg.Done
-	msg.Done = all.Add()
-	err = msg.ExpandTo((*partQueue)(p))
-	if msg.Done = own; err != nil {
-		all.Cancel()
+	items, all, err := p.expand(msg)
+	if err != nil {
 		return nil, err
 	}
-	return all, nil
-}
-
-// partQueue queues the messages that stand for a batch.
-type partQueue peer
-
-// SendPart implements van.PartSender.
-func (q *partQueue) SendPart(m *van.Message) error {
-	done, err := (*peer)(q).queue(m)
-	if done != nil {
-		done.Sent()
+	for _, o := range items {
+		p.sender.Submit(o, false)
 	}
-	return err
+	return all, nil
 }
 
 // requeue queues the messages of ps-lite for the parts of o, a batch for which the peer has no memory, in its place. Batches of its
@@ -93,19 +81,15 @@ func requeue(p *peer, o *outgoing) error {
 	if err != nil {
 		return err
 	}
-	all := van.NewAllSent(o.done)
-	m.Done = all.Add()
-	parts := partList{peer: p}
-	if err := m.ExpandTo(&parts); err != nil || len(parts.items) < len(o.parts) {
-		for _, x := range parts.items {
-			p.recycle(x)
-		}
-		return cmp.Or(err, van.ErrInvalid)
+	m.Done = o.done
+	items, all, err := p.expand(m)
+	if err != nil {
+		return err
 	}
-	for _, x := range parts.items {
+	for _, x := range items {
 		x.canceled = o.canceled
 	}
-	p.sender.Replace(parts.items)
+	p.sender.Replace(items)
 	p.recycle(o)
 	if all != nil {
 		go all.Sent()
@@ -113,16 +97,35 @@ func requeue(p *peer, o *outgoing) error {
 	return nil
 }
 
+// expand makes the messages of ps-lite that stand for m, a batch: all of them, or none. The slice is valid until the next call. The caller
+// calls all.Sent when it holds no lock. p.mu is held.
+func (p *peer) expand(m *van.Message) (items []*outgoing, all *van.AllSent, err error) {
+	l, done := &p.expanded, m.Done
+	l.items, l.err = l.items[:0], nil
+	all = van.NewAllSent(done)
+	m.Done = all.Add()
+	err = cmp.Or(m.ExpandTo(l), l.err)
+	if m.Done = done; err == nil {
+		return l.items, all, nil
+	}
+	for _, o := range l.items {
+		p.recycle(o)
+	}
+	all.Cancel()
+	return nil, nil, err
+}
+
 // partList collects the messages that stand for a batch.
 type partList struct {
-	*peer
+	peer  *peer
 	items []*outgoing
+	err   error
 }
 
 // SendPart implements van.PartSender.
 func (l *partList) SendPart(m *van.Message) error {
 	o, done, err := outgoingFor(l.peer, m)
-	if err != nil {
+	if l.err = err; err != nil {
 		return err
 	}
 	l.items = append(l.items, o)
@@ -159,10 +162,7 @@ func (p *peer) queue(msg *van.Message) (done van.Completion, err error) {
 	if err != nil {
 		return nil, err
 	}
-	if err = p.sender.Submit(o, o.oneShot); err != nil {
-		p.recycle(o)
-		return nil, fmt.Errorf("%w: %w", van.ErrInvalid, err)
-	}
+	p.sender.Submit(o, o.oneShot)
 	return done, nil
 }
 
@@ -182,7 +182,11 @@ func outgoingFor(p *peer, msg *van.Message) (o *outgoing, done van.Completion, e
 		return nil, nil, err
 	}
 	if p.link != nil {
-		if err := p.link.dialect.check(o); err != nil {
+		err = p.link.dialect.check(o)
+		if e := p.sender.Check(o); err == nil && e != nil {
+			err = fmt.Errorf("%w: %w", van.ErrInvalid, e)
+		}
+		if err != nil {
 			p.recycle(o)
 			return nil, nil, err
 		}

@@ -411,7 +411,9 @@ func (m *model) settle() {
 
 func (m *model) submit(o *item) {
 	m.t.Helper()
-	if err := m.s.Submit(o, o.oneShot); err != nil {
+	if err := m.s.Check(o); err == nil {
+		m.s.Submit(o, o.oneShot)
+	} else {
 		if !m.original || !errors.Is(err, ErrGrown) {
 			m.t.Fatalf("item %d: %v", o.seq, err)
 		}

@@ -140,19 +140,21 @@ func (s *Sender[T]) Each(f func(T)) {
 	}
 }
 
-// Submit queues item. The error wraps ErrGrown; item is not queued then.
-func (s *Sender[T]) Submit(item T, oneShot bool) error {
-	l := s.queue(oneShot)
-	if s.connected && s.freedByAnswer {
-		if err := s.growth(s.need(item)); err != nil {
-			return err
-		}
+// Check refuses an item that the receiver, a StepMesh node, cannot receive. The error wraps ErrGrown.
+func (s *Sender[T]) Check(item T) error {
+	if !s.connected || !s.freedByAnswer {
+		return nil
 	}
+	return s.growth(s.need(item))
+}
+
+// Submit queues item, which Check accepts.
+func (s *Sender[T]) Submit(item T, oneShot bool) {
+	l := s.queue(oneShot)
 	if l.q.Len() == 0 {
 		l.changed = true
 	}
 	l.q.Put(waitingItem[T]{item: item})
-	return nil
 }
 
 func (s *Sender[T]) queue(oneShot bool) *outQueue[T] {
