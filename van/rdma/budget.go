@@ -25,10 +25,7 @@ var (
 // cost returns the number of bytes that would be registered for the requested slot.
 func (in slotSet) cost(s *slotRequest, need rendezvous.Need) int {
 	n := metaBytes(need.Meta)
-	if !in.dialect.needsData(need) {
-		return n
-	}
-	if _, ok := in.registeredBuffer(s, need); ok {
+	if _, ok := in.registeredBuffer(s, need); ok || need.Data == 0 {
 		return n
 	}
 	return n + in.dialect.dataCost(s, need)

@@ -295,7 +295,9 @@ func (p connector) destroyLink(l *link) []finished {
 	}
 	v.removeConn(l.epoch - v.local.epoch)
 	p.mu.Lock()
-	l.queue.Each(l.markUncertain)
+	for i := range l.carried {
+		l.markUncertain(&l.carried[i])
+	}
 	all, uncertain := l.queue.FinishAll(), l.uncertain
 	p.ending = nil
 	p.mu.Unlock()

@@ -36,15 +36,13 @@ type outboundDialect interface {
 
 // inboundDialect is how slots are granted, and messages read, on a connection that a peer has opened. The feed is held.
 type inboundDialect interface {
-	// need checks a slot request and returns what it asks for.
+	// need checks a slot request and returns what it asks for, without memory for a value if this node receives none there.
 	need(s *slotRequest) (rendezvous.Need, error)
 	// refuse tells the peer that there is no slot, if the protocol can say so.
 	refuse(origin uint64, flags uint32, why error)
 	// announces reports whether a receive buffer for the message has just been announced to the peer, which then needs no slot of that
 	// size.
 	announces(s *slotRequest) bool
-	// needsData reports whether the slot has memory for a value.
-	needsData(need rendezvous.Need) bool
 	// dataCost returns the number of bytes that would be registered for the value.
 	dataCost(s *slotRequest, need rendezvous.Need) int
 	// valueArea returns memory for the value, new or shared.

@@ -83,7 +83,9 @@ func (d *dialing) run(ctx context.Context) error {
 	if l.device, err = v.owner.device(d.dev); err != nil {
 		return err
 	}
-	l.queue, err = conn.NewSendQueue[sentMessage](d.dev, d.qps, d.serial, v.cm.SendDepth, v.cm.SendDepth/2, stageEach)
+	n := v.cm.SendDepth / 2
+	l.carried = make([]carriedCredits, n)
+	l.queue, err = conn.NewSendQueue[sentMessage](d.dev, d.qps, d.serial, v.cm.SendDepth, n, stageEach)
 	return err
 }
 

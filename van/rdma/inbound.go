@@ -265,8 +265,8 @@ func (in slotSet) release(l *receiveSlot) {
 	}
 }
 
-// takeCredits moves credits into t, the trailer of m.
-func (in *inbound) takeCredits(t *trailer, m *sentMessage) {
+// takeCredits moves credits into t, the trailer of a message, and records them in c.
+func (in *inbound) takeCredits(t *trailer, c *carriedCredits) {
 	t.epoch, t.decoded = in.handshake.epoch, in.order.decoded.Load()
 	if in.owed.count.Load() == 0 {
 		return
@@ -275,9 +275,9 @@ func (in *inbound) takeCredits(t *trailer, m *sentMessage) {
 	t.n = copy(t.credits[:], in.owed.credits)
 	in.owed.credits = in.owed.credits[:copy(in.owed.credits, in.owed.credits[t.n:])]
 	in.owed.count.Store(int32(len(in.owed.credits)))
-	m.creditsOf, m.returned = in, t.n
+	c.of, c.n = in, t.n
 	for i, index := range t.credits[:t.n] {
-		m.credits[i] = in.v.budget.slots.Get(uint32(index))
+		c.slots[i] = in.v.budget.slots.Get(uint32(index))
 	}
 	in.mu.Unlock()
 }
@@ -309,14 +309,14 @@ func (in *inbound) sendCredits() {
 }
 
 // creditDelay is how long credits wait for a message that can carry them.
-const creditDelay = 1e6 // ns
+const creditDelay = time.Millisecond
 
 // tick sends credits that are older than creditDelay, or all credits if all is set, and checks a slot that may have been overwritten. It
 // reports whether it sent credits.
 func (in *inbound) tick(now uint64, all bool) (sent bool) {
 	if in.owed.count.Load() > 0 {
 		in.mu.Lock()
-		if sent = all || now-in.owed.since > creditDelay; sent {
+		if sent = all || time.Duration(now-in.owed.since) > creditDelay; sent {
 			in.sendCredits()
 		}
 		in.mu.Unlock()

@@ -169,8 +169,6 @@ func (d nativeIn) announces(s *slotRequest) bool {
 	return s.data[1]&kindPush != 0 && d.announceBuffer(s.key, int(min(s.data[2], maxData)))
 }
 
-func (d nativeIn) needsData(need rendezvous.Need) bool { return need.Data > 0 }
-
 func (d nativeIn) dataCost(_ *slotRequest, need rendezvous.Need) int { return need.Data }
 
 func (d nativeIn) valueArea(_ *slotRequest, need rendezvous.Need) (*area, error) {

@@ -141,8 +141,8 @@ func (p *peer) handleSendCompletion(l *link, c *verbs.Completion) {
 	if c.Status != verbs.StatusOK {
 		if q == 0 && peerRefused(c.Status) {
 			l.restoreCredits()
-		} else if r := l.queue.Record(id); r != nil {
-			l.markUncertain(&r.Note)
+		} else if id < uint32(len(l.carried)) {
+			l.markUncertain(&l.carried[id])
 		}
 		l.queue.Broken = true // anything posted now would only be flushed
 		l.queue.MarkFailed(id)
@@ -150,8 +150,8 @@ func (p *peer) handleSendCompletion(l *link, c *verbs.Completion) {
 		return // another queue pair may still read the memory until FinishAll
 	}
 	f, last := l.queue.Complete(id)
-	if r := l.queue.Record(id); !last && q == 0 && r != nil {
-		r.Note.clearCredits() // the credits arrive with the meta, even if a part on another queue pair is lost
+	if q == 0 && id < uint32(len(l.carried)) {
+		l.carried[id].clear() // the credits arrive with the meta, even if a part on another queue pair is lost
 	}
 	if last && f.Note.control != nil {
 		p.recycle(f.Note.control)

@@ -43,7 +43,7 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 	byReference := false
 	var placements []byte
 	if l.native {
-		byReference = p.putTrailer(r, o, meta, split)
+		byReference = p.putTrailer(id, r, o, meta, split)
 		if o.form != formPlain {
 			placements = meta[aligned(len(o.meta)):]
 		}
@@ -107,7 +107,7 @@ func (l *link) announceParts(meta []byte) {
 
 // putTrailer puts the trailer at the end of meta. byReference reports that the device must read the meta when
 // it sends it, not when it is posted: a Cancel may set a flag in the trailer until then.
-func (p *peer) putTrailer(r *conn.Record[sentMessage], o *outgoing, meta []byte, split bool) (byReference bool) {
+func (p *peer) putTrailer(id uint32, r *conn.Record[sentMessage], o *outgoing, meta []byte, split bool) (byReference bool) {
 	var t trailer
 	if o.form != formPlain {
 		t.metaLen = len(o.meta)
@@ -122,7 +122,7 @@ func (p *peer) putTrailer(r *conn.Record[sentMessage], o *outgoing, meta []byte,
 		t.numbered, t.lens[0], t.lens[1] = true, o.number&maxData, p.tag&maxData
 	}
 	if in := p.inbound.Load(); in != nil {
-		in.takeCredits(&t, &r.Note)
+		in.takeCredits(&t, &p.link.carried[id])
 	}
 	b := meta[len(meta)-trailerLen:]
 	t.put(b)

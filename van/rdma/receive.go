@@ -6,7 +6,6 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/engine"
@@ -66,21 +65,24 @@ func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 		in.malformed(&van.FieldError{Field: "slot", Value: c.Imm, Want: "one granted on this connection"})
 		return
 	}
-	ok, over := l.Hold() // released below, when the message is decoded
+	ok, over := l.Hold() // for the message if its values are in the slot, otherwise until it is decoded
 	if !ok {
 		return // the connection has ended
 	}
 	rx, err := d.decode(in, l, int(c.Len), over)
+	if l.OneShot {
+		v.budget.slots.End(l)
+	}
+	kept := rx != nil && rx.slot != nil
 	if err != nil {
 		in.malformed(err)
 	} else if rx != nil {
 		d.arrived(in, rx)
 	}
 	in.noteDecoded()
-	if l.OneShot {
-		v.budget.slots.End(l)
+	if !kept {
+		slotSet{in}.release(l)
 	}
-	slotSet{in}.release(l)
 }
 
 // arrived queues rx behind earlier messages. A control message does not wait for parts of data messages: its sender knows that it was
@@ -130,8 +132,8 @@ func (d *device) dropIncomplete(in *inbound) {
 	}
 }
 
-// decode decodes the message of n bytes that was written to l, to which the caller holds a reference. over says that an earlier message
-// is still in l. A nil message with a nil error is one to be dropped silently.
+// decode decodes the message of n bytes that was written to l, to which the caller holds a reference. It passes that on to a message with
+// values in l. over says that an earlier message is still in l. A nil message with a nil error is one to be dropped silently.
 func (d *device) decode(in *inbound, l *receiveSlot, n int, over bool) (*received, error) {
 	mem := l.Memory.meta.Mem
 	if n < rawMeta || n > len(mem) {
@@ -163,7 +165,7 @@ func (d *device) decode(in *inbound, l *receiveSlot, n int, over bool) (*receive
 		return nil, nil
 	}
 	m.Sender, m.Receiver = in.handshake.node, int(d.v.local.id.Load())
-	m.Trace().PostRecv = clock.Now()
+	m.Trace().PostRecv = d.now
 	if m.SlaveQPNum > 0 {
 		rx.splits = m.SlaveQPCounter[1]
 		m.SlaveQPNum, m.SlaveQPCounter = 0, [2]uint64{}
@@ -173,26 +175,20 @@ func (d *device) decode(in *inbound, l *receiveSlot, n int, over bool) (*receive
 		return nil, nil
 	}
 	if err := in.dialect.frames(rx, l, t, behind); err != nil {
-		rx.slot = nil // no reference was taken yet
+		rx.slot = nil
 		m.Release()
 		return nil, err
 	}
 	if in.stalled.Load() && in.dialect.returnsCredits() && !rx.usesControlQueue() {
 		rx.slot = l // no value is there, but keeping the slot stops the sender
 	}
-	if rx.slot != nil {
-		if ok, _ := rx.slot.Hold(); !ok {
+	if rx.slot != nil && over {
+		if err := in.dialect.handleOverwrite(l, m.Key); err != nil {
 			rx.slot = nil
 			m.Release()
-			return nil, nil // the connection has ended
+			return nil, err
 		}
-		if over {
-			if err := in.dialect.handleOverwrite(rx.slot, m.Key); err != nil {
-				m.Release()
-				return nil, err
-			}
-		}
-	} else if in.dialect.endsSlot(m) {
+	} else if rx.slot == nil && in.dialect.endsSlot(m) {
 		d.v.budget.slots.End(l)
 	}
 	d.v.stats.received(len(b) + m.PayloadLen())

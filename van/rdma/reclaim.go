@@ -61,7 +61,7 @@ func (in slotSet) reclaimFor(err error, now uint64) {
 		in.requestReclaim(0, int(in.order.overBudgetBy), now)
 		return
 	}
-	if last := v.budget.slotsScannedAt.Load(); now-last < uint64(slotScanPause) || !v.budget.slotsScannedAt.CompareAndSwap(last, now) {
+	if last := v.budget.slotsScannedAt.Load(); time.Duration(now-last) < slotScanPause || !v.budget.slotsScannedAt.CompareAndSwap(last, now) {
 		return
 	}
 	shares := map[*inbound]int{in.inbound: 0} // number of slots of each peer

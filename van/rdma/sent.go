@@ -19,10 +19,13 @@ type sentMessage struct {
 	// after the value.
 	id    requestID
 	flags []byte
-	// The credits that the message carries. They are for slots of connection creditsOf.
-	creditsOf *inbound
-	credits   [maxCredits]*receiveSlot
-	returned  int
+}
+
+// carriedCredits are the credits that a message carries, until its meta has arrived.
+type carriedCredits struct {
+	of    *inbound // whose slots are returned
+	slots [maxCredits]*receiveSlot
+	n     int
 }
 
 // finished is a message whose last completion has been handled.
@@ -36,31 +39,31 @@ func finishSent(f *finished) {
 	}
 }
 
-// clearCredits removes the credits from the record of the message.
-func (m *sentMessage) clearCredits() {
-	clear(m.credits[:m.returned])
-	m.creditsOf, m.returned = nil, 0
+func (c *carriedCredits) clear() {
+	clear(c.slots[:c.n])
+	c.of, c.n = nil, 0
 }
 
 // restoreCredits moves the credits of messages that the peer has not received back to the lists of owed credits.
 func (l *link) restoreCredits() {
-	l.queue.Each(func(m *sentMessage) {
-		for _, s := range m.credits[:m.returned] {
-			m.creditsOf.returnCredit(s)
+	for i := range l.carried {
+		c := &l.carried[i]
+		for _, s := range c.slots[:c.n] {
+			c.of.returnCredit(s)
 		}
-		m.clearCredits()
-	})
+		c.clear()
+	}
 }
 
-// markUncertain records that the peer may or may not have received m with its credits.
-func (l *link) markUncertain(m *sentMessage) {
-	if m.returned == 0 {
+// markUncertain records that the peer may or may not have received c.
+func (l *link) markUncertain(c *carriedCredits) {
+	if c.n == 0 {
 		return
 	}
-	if !slices.Contains(l.uncertain, m.creditsOf) {
-		l.uncertain = append(l.uncertain, m.creditsOf)
+	if !slices.Contains(l.uncertain, c.of) {
+		l.uncertain = append(l.uncertain, c.of)
 	}
-	m.clearCredits()
+	c.clear()
 }
 
 // carriesData reports whether data messages are in flight.

@@ -3,6 +3,7 @@ package rdma
 import (
 	"slices"
 	"sync/atomic"
+	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
@@ -173,7 +174,7 @@ func (in slotSet) checkOverwrite(now uint64) {
 	case x.slot == nil:
 		return
 	case x.slot.Holders() < 2:
-	case now-x.since < uint64(in.v.times.overwriteGrace):
+	case time.Duration(now-x.since) < in.v.times.overwriteGrace:
 		return
 	default:
 		in.slots.warned = true

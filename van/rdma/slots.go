@@ -3,6 +3,7 @@ package rdma
 import (
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
@@ -63,7 +64,7 @@ func (in slotSet) retryRequests(now uint64, _ bool) bool {
 			if err == nil {
 				continue
 			}
-			if errors.Is(err, errPeerBudget) && now-q.since > uint64(in.v.times.budgetWait) {
+			if errors.Is(err, errPeerBudget) && time.Duration(now-q.since) > in.v.times.budgetWait {
 				in.refuseOverBudget(q, err)
 				continue
 			}
@@ -172,7 +173,7 @@ func (in slotSet) newSlot(s *slotRequest, need rendezvous.Need) (*receiveSlot, s
 
 // allocate provides the memory for the value.
 func (in slotSet) allocate(l *receiveSlot, s *slotRequest, need rendezvous.Need, r *slotReply) error {
-	if !in.dialect.needsData(need) {
+	if need.Data == 0 {
 		return nil
 	}
 	m := &l.Memory

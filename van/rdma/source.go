@@ -101,8 +101,9 @@ func (d *device) bound() bool {
 func (d *device) Take(slice time.Duration, poll bool) (*van.Message, *engine.PeerQueue[*van.Message], engine.PollResult) {
 	rx, l, found := d.next(poll)
 	if found == engine.Nothing {
-		d.housekeep(false)
-		if d.complete(min(slice, spinSlice)) {
+		completed := d.complete(min(slice, spinSlice))
+		d.housekeep(d.now, false)
+		if completed {
 			if rx, l, found = d.next(poll); found == engine.Nothing && poll {
 				found = engine.Progress // the loop need not poll more because a send has completed
 			}
@@ -114,10 +115,11 @@ func (d *device) Take(slice time.Duration, poll bool) (*van.Message, *engine.Pee
 	return &rx.msg, &l.PeerQueue, found
 }
 
-// complete takes completions and adds their messages to d.ready. It reports whether there were completions.
+// complete takes completions and adds their messages to d.ready. It reports whether there were completions, and sets d.now.
 func (d *device) complete(spin time.Duration) bool {
 	if !d.polls.cq.TryLock() {
 		d.spinner.YieldGoroutines()
+		d.now = clock.Now()
 		return false // the loop is in Sleep, and has been woken
 	}
 	defer d.polls.cq.Unlock()
@@ -125,7 +127,7 @@ func (d *device) complete(spin time.Duration) bool {
 		d.poll(spin, 0)
 	}
 	n := d.polls.n
-	d.polls.n = 0
+	d.polls.n, d.now = 0, clock.Now()
 	for i := range d.polls.wcs[:n] {
 		d.handleCompletion(&d.polls.wcs[i])
 	}
@@ -152,8 +154,9 @@ func (d *device) poll(spin, block time.Duration) {
 // Arm implements engine.Source. From now on, credits are sent at once, and a queued message wakes the loop, since both see d.sleeping.
 func (d *device) Arm(engine.Sleeper) bool {
 	d.sleeping.Store(true)
-	d.housekeep(true)
-	d.sleepTime = d.probes.Wait(clock.Now(), d.v.times.sleep)
+	now := clock.Now()
+	d.housekeep(now, true)
+	d.sleepTime = d.probes.Wait(now, d.v.times.sleep)
 	if !d.active.Empty() || !d.requests.Empty() {
 		d.sleepTime = tickTime
 	}
@@ -188,8 +191,7 @@ func (d *device) Deliver(m *van.Message, turn *engine.Deliverer) {
 func (d *device) Discard(m *van.Message) { m.Release() }
 
 // housekeep runs the due items. An idle connection costs only a probe each second.
-func (d *device) housekeep(sleeping bool) {
-	now := clock.Now()
+func (d *device) housekeep(now uint64, sleeping bool) {
 	if !sleeping && now-d.housekeptAt < uint64(tickTime) {
 		return
 	}

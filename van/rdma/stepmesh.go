@@ -88,7 +88,13 @@ func (d *stepmeshOut) layout(o *outgoing) int { return len(o.meta) }
 // stepmeshIn is the dialect of a connection that a StepMesh node has opened.
 type stepmeshIn struct{ slotSet }
 
-func (d stepmeshIn) need(s *slotRequest) (rendezvous.Need, error) { return s.need(false) }
+func (d stepmeshIn) need(s *slotRequest) (rendezvous.Need, error) {
+	n, err := s.need(false)
+	if d.v.local.self.Role != van.Server {
+		n.Data = 0
+	}
+	return n, err
+}
 
 // refuse ends the connection, since the peer would wait forever: its protocol has no refusal. An invalid slot request is dropped, as other
 // invalid data is.
@@ -99,10 +105,6 @@ func (d stepmeshIn) refuse(_ uint64, _ uint32, why error) {
 }
 
 func (d stepmeshIn) announces(*slotRequest) bool { return false }
-
-func (d stepmeshIn) needsData(need rendezvous.Need) bool {
-	return need.Data > 0 && d.v.local.self.Role == van.Server
-}
 
 func (d stepmeshIn) dataCost(s *slotRequest, need rendezvous.Need) int {
 	d.mu.Lock()
