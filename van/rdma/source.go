@@ -101,9 +101,8 @@ func (d *device) bound() bool {
 func (d *device) Take(slice time.Duration, poll bool) (*van.Message, *engine.PeerQueue[*van.Message], engine.PollResult) {
 	rx, l, found := d.next(poll)
 	if found == engine.Nothing {
-		completed := d.complete(min(slice, spinSlice))
 		d.housekeep(d.now, false)
-		if completed {
+		if d.complete(min(slice, spinSlice)) {
 			if rx, l, found = d.next(poll); found == engine.Nothing && poll {
 				found = engine.Progress // the loop need not poll more because a send has completed
 			}
