@@ -162,6 +162,12 @@ func (p *peer) queue(msg *van.Message) (done van.Completion, err error) {
 	if err != nil {
 		return nil, err
 	}
+	if l := p.link; l != nil && !o.oneShot && l.queue.CanBegin(o.writes()) {
+		if at := p.sender.Direct(o); at != nil {
+			p.put(o, at)
+			return done, nil
+		}
+	}
 	p.sender.Submit(o, o.oneShot)
 	return done, nil
 }

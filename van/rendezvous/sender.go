@@ -148,6 +148,14 @@ func (s *Sender[T]) Check(item T) error {
 	return s.growth(s.need(item))
 }
 
+// Direct returns the slot for an item that need not be queued: no other item waits, and a slot for it is free.
+func (s *Sender[T]) Direct(item T) *RemoteSlot {
+	if !s.connected || s.Waiting() > 0 {
+		return nil
+	}
+	return s.take(s.need(item))
+}
+
 // Submit queues item, which Check accepts.
 func (s *Sender[T]) Submit(item T, oneShot bool) {
 	l := s.queue(oneShot)

@@ -141,6 +141,41 @@ func TestTickConsidersNeeds(t *testing.T) {
 	}
 }
 
+// TestDirect: an item gets a free slot at once if none waits.
+func TestDirect(t *testing.T) {
+	need := Need{Route: Route{Class: 1}, Meta: 300}
+	s := NewSender(func(int) Need { return need })
+	if s.Direct(1) != nil {
+		t.Error("a slot without a connection")
+	}
+	s.Connect(false)
+	if s.Direct(1) != nil {
+		t.Error("a slot that was not granted")
+	}
+	for i := range 2 {
+		s.Submit(i, false)
+	}
+	first, _ := s.Next()
+	second, _ := s.Next()
+	s.Reply(first.Origin, RemoteSlot{Index: 0})
+	s.Reply(second.Origin, RemoteSlot{Index: 1})
+	if s.Direct(2) != nil {
+		t.Error("a slot before an item that waits")
+	}
+	for range 2 {
+		if a, ok := s.Next(); !ok || a.Kind != Put {
+			t.Errorf("action %+v, want a message", a)
+		}
+	}
+	if s.Direct(2) != nil {
+		t.Error("a slot that is in use")
+	}
+	s.Credit(1)
+	if p := s.Direct(2); p == nil || p.Index != 1 || s.Direct(3) != nil {
+		t.Errorf("slot %+v, want number 1, once", p)
+	}
+}
+
 // TestLargeMetas: the bytes of metas limit how many slots are requested at once.
 func TestLargeMetas(t *testing.T) {
 	m := newModel(t, 1, false)
