@@ -127,7 +127,7 @@ func (l *link) sendUp(afterLoss bool) {
 			state = upAfterLoss
 		}
 		l.queue.Record(id).Note.data = afterLoss // counts as data, so that a break now is reported: the peer waits for it
-		l.queue.Add(id, 0, l.queue.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immUp}, stage[:copy(stage, l.upProof.encodeUp(state))]))
+		l.queue.Add(id, 0, l.queue.Staged(&verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immUp}, stage[:copy(stage, l.upProof.encodeUp(state))]))
 	}
 }
 

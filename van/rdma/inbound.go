@@ -212,7 +212,7 @@ func (in *inbound) trySend(n *queuedSend) bool {
 		return in.sends.Broken // if broken, the message is lost with the connection
 	}
 	copy(stage, n.data[:n.n])
-	in.sends.Add(id, 0, in.sends.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: n.imm}, stage[:n.n]))
+	in.sends.Add(id, 0, in.sends.Staged(&verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: n.imm}, stage[:n.n]))
 	if err := in.sends.Post(); err != nil {
 		in.fail(asLost(err))
 	}

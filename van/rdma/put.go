@@ -140,11 +140,11 @@ func (l *link) addMeta(id uint32, at *rendezvous.RemoteSlot, meta []byte, byRefe
 	case large != nil:
 		wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(meta).Addr(), uint32(len(meta)), large.MR.LKey()
 	case byReference:
-		wr = l.queue.StagedByReference(wr, meta)
+		l.queue.StagedByReference(&wr, meta)
 	default:
-		wr = l.queue.Staged(wr, meta)
+		l.queue.Staged(&wr, meta)
 	}
-	l.queue.Add(id, 0, wr)
+	l.queue.Add(id, 0, &wr)
 }
 
 // noteSent records what the completion of o needs. A numbered control message is kept until it has arrived, any other is recycled.
@@ -224,19 +224,19 @@ func (p *peer) failMessage(o *outgoing, err error) {
 }
 
 // addSplit adds the writes of a value's equal parts on all queue pairs. The message's last parts have a notification.
-func (l *link) addSplit(id uint32, wr verbs.SendWR, slot uint32, last bool) {
+func (l *link) addSplit(id uint32, wr *verbs.SendWR, slot uint32, last bool) {
 	part := wr.Len / uint32(len(l.queue.QueuePairs))
-	first := wr
+	first := *wr
 	first.Len = wr.Len - part*uint32(len(l.queue.QueuePairs)-1)
-	l.queue.Add(id, 0, first)
+	l.queue.Add(id, 0, &first)
 	off := uint64(first.Len)
 	for q := 1; q < len(l.queue.QueuePairs); q++ {
-		x := wr
+		x := *wr
 		if last {
 			x.Op, x.Flags, x.Imm = verbs.OpWriteImm, verbs.Signaled, slot|immSlave
 		}
 		x.LocalAddr, x.RemoteAddr, x.Len = wr.LocalAddr+off, wr.RemoteAddr+off, part
-		l.queue.Add(id, q, x)
+		l.queue.Add(id, q, &x)
 		off += uint64(part)
 	}
 }
@@ -248,7 +248,7 @@ func (p *peer) requestSlot(origin uint64, o *outgoing, need rendezvous.Need) {
 	s := slotRequest{metaLen: uint64(need.Meta), origin: origin}
 	l.dialect.completeRequest(&s, o, need)
 	s.put(stage[:slotRequestLen])
-	l.queue.Add(id, 0, l.queue.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immSlotRequest}, stage[:slotRequestLen]))
+	l.queue.Add(id, 0, l.queue.Staged(&verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immSlotRequest}, stage[:slotRequestLen]))
 	p.flush()
 }
 
@@ -277,7 +277,7 @@ func (p *peer) returnSlots() {
 			t.n++
 		}
 		t.put(stage[:trailerLen])
-		l.queue.Add(id, 0, l.queue.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immReturn}, stage[:trailerLen]))
+		l.queue.Add(id, 0, l.queue.Staged(&verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immReturn}, stage[:trailerLen]))
 		p.sender.ReturnsSent(t.n)
 	}
 }
@@ -307,15 +307,15 @@ func (l *link) addParts(id uint32, o *outgoing, at *rendezvous.RemoteSlot, b, st
 				slot += x.len
 			}
 			if x.mem.Len() == 0 {
-				l.queue.Add(id, 0, l.queue.Staged(wr, stage[:copy(stage, copies)]))
+				l.queue.Add(id, 0, l.queue.Staged(&wr, stage[:copy(stage, copies)]))
 				continue
 			}
 			wr.LocalAddr, wr.Len, wr.LKey = x.mem.Addr(), uint32(x.len), regions[0].MR.LKey()
 			regions = regions[1:]
 			if split && x.splits() {
-				l.addSplit(id, wr, at.Index, i == last)
+				l.addSplit(id, &wr, at.Index, i == last)
 			} else {
-				l.queue.AddValue(id, wr)
+				l.queue.AddValue(id, &wr)
 			}
 		}
 		if b != nil {

@@ -115,8 +115,8 @@ func (p *SendQueue[T]) NewLarge(n int) (*Block, error) {
 	return NewBlock(p.Device, 1<<bits.Len(uint(n-1)), 0)
 }
 
-// Add appends a work request on queue pair q.
-func (p *SendQueue[T]) Add(id uint32, q int, wr verbs.SendWR) {
+// Add appends a work request on queue pair q, and sets its QP and ID.
+func (p *SendQueue[T]) Add(id uint32, q int, wr *verbs.SendWR) {
 	r := &p.recs[id]
 	r.used[q]++
 	p.available[q]--
@@ -125,14 +125,14 @@ func (p *SendQueue[T]) Add(id uint32, q int, wr verbs.SendWR) {
 	if wr.Flags&verbs.Signaled != 0 {
 		r.pending++
 	}
-	p.unposted = append(p.unposted, wr)
+	p.unposted = append(p.unposted, *wr)
 }
 
 // RecordOf returns the queue pair and the record of a work request's ID.
 func RecordOf(id uint64) (q int, record uint32) { return int(id >> 24 & 0xff), uint32(id) & 0xffffff }
 
-// Staged completes wr with bytes in the stage. They are sent inline if they are short enough.
-func (p *SendQueue[T]) Staged(wr verbs.SendWR, b []byte) verbs.SendWR {
+// Staged completes wr, and returns it, with bytes in the stage. They are sent inline if they are short enough.
+func (p *SendQueue[T]) Staged(wr *verbs.SendWR, b []byte) *verbs.SendWR {
 	wr.LocalAddr, wr.Len = backend.Bytes(b).Addr(), uint32(len(b))
 	if len(b) <= p.Inline {
 		wr.Flags |= verbs.Inline
@@ -143,17 +143,16 @@ func (p *SendQueue[T]) Staged(wr verbs.SendWR, b []byte) verbs.SendWR {
 }
 
 // StagedByReference completes wr with bytes in the stage that the device reads when it sends them. They may change until then.
-func (p *SendQueue[T]) StagedByReference(wr verbs.SendWR, b []byte) verbs.SendWR {
+func (p *SendQueue[T]) StagedByReference(wr *verbs.SendWR, b []byte) {
 	wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(b).Addr(), uint32(len(b)), p.stage.MR.LKey()
-	return wr
 }
 
 // AddValue appends a write, as several work requests if it is longer than Longest.
-func (p *SendQueue[T]) AddValue(id uint32, wr verbs.SendWR) {
+func (p *SendQueue[T]) AddValue(id uint32, wr *verbs.SendWR) {
 	for ; wr.Len > p.Longest; wr.Len -= p.Longest {
-		x := wr
+		x := *wr
 		x.Len = p.Longest
-		p.Add(id, 0, x)
+		p.Add(id, 0, &x)
 		wr.LocalAddr += uint64(p.Longest)
 		wr.RemoteAddr += uint64(p.Longest)
 	}
@@ -183,7 +182,7 @@ func (p *SendQueue[T]) Probe() error {
 	if !ok {
 		return nil
 	}
-	p.Add(id, 0, verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
+	p.Add(id, 0, &verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
 	return p.Post()
 }
 

@@ -81,10 +81,10 @@ func TestSendQueue(t *testing.T) {
 			r.Note = &sent
 			for q := range p.QueuePairs {
 				for range rng.IntN(2) {
-					p.Add(id, q, verbs.SendWR{Op: verbs.OpWrite})
+					p.Add(id, q, &verbs.SendWR{Op: verbs.OpWrite})
 				}
 				if q == 0 || rng.IntN(2) == 0 {
-					p.Add(id, q, verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled})
+					p.Add(id, q, &verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled})
 					open[id]++
 				}
 			}
@@ -149,11 +149,11 @@ func TestSendQueue(t *testing.T) {
 func TestSendQueueInline(t *testing.T) {
 	p, _ := newTestSendQueue(t, 20, 2)
 	_, _, stage, _ := p.Begin()
-	if wr := p.Staged(verbs.SendWR{}, stage[:200]); wr.Flags&verbs.Inline == 0 || wr.LocalAddr != backend.Bytes(stage).Addr() || wr.Len != 200 {
+	if wr := p.Staged(&verbs.SendWR{}, stage[:200]); wr.Flags&verbs.Inline == 0 || wr.LocalAddr != backend.Bytes(stage).Addr() || wr.Len != 200 {
 		t.Errorf("%+v, want 200 bytes inline", wr)
 	}
 	// Inline data must not exceed what all queue pairs accept.
-	if wr := p.Staged(verbs.SendWR{}, stage[:201]); wr.Flags&verbs.Inline != 0 || wr.LKey != p.stage.MR.LKey() {
+	if wr := p.Staged(&verbs.SendWR{}, stage[:201]); wr.Flags&verbs.Inline != 0 || wr.LKey != p.stage.MR.LKey() {
 		t.Errorf("%+v, want 201 bytes with a key", wr)
 	}
 }
@@ -172,7 +172,7 @@ func TestSendQueueBroken(t *testing.T) {
 				t.Fatal("no record")
 			}
 			r.Note = &sent
-			p.Add(id, 0, verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled})
+			p.Add(id, 0, &verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled})
 		}
 		dev.take, dev.fail = s.take, s.err
 		if s.err == nil {
