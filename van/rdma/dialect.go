@@ -25,10 +25,6 @@ type outboundDialect interface {
 	noteDecoded(n uint32)
 	// noteSent records that o has been written.
 	noteSent(o *outgoing)
-	// requestAnswered handles the answer to a request. It reports whether slots may have become free.
-	requestAnswered(snd *rendezvous.Sender[*outgoing], key uint64, push bool) bool
-	// mustSend reports whether o still has to be sent.
-	mustSend(o *outgoing) bool
 	// layout returns the number of bytes that are written as o's meta. With a native node, they include placements, inline values and a
 	// trailer.
 	layout(o *outgoing) int
@@ -40,17 +36,10 @@ type inboundDialect interface {
 	need(s *slotRequest) (rendezvous.Need, error)
 	// refuse tells the peer that there is no slot, if the protocol can say so.
 	refuse(origin uint64, flags uint32, why error)
-	// announces reports whether a receive buffer for the message has just been announced to the peer, which then needs no slot of that
-	// size.
-	announces(s *slotRequest) bool
 	// dataCost returns the number of bytes that would be registered for the value.
 	dataCost(s *slotRequest, need rendezvous.Need) int
 	// valueArea returns memory for the value, new or shared.
 	valueArea(s *slotRequest, need rendezvous.Need) (*area, error)
-	// record stores the slot for as long as the peer has it. in.mu is held.
-	record(l *receiveSlot)
-	// returnsCredits reports whether slots are returned to the peer with credits.
-	returnsCredits() bool
 	// handleSend handles a SEND other than a slot request. known is false for an invalid one.
 	handleSend(c *verbs.Completion, t *trailer) (known bool)
 	// splitMeta splits a message into its meta, and the placements and inline values after it.

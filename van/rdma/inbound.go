@@ -235,7 +235,7 @@ func (in *inbound) returnCredit(l *receiveSlot) {
 
 // returnCreditLocked is returnCredit for callers that hold mu.
 func (in *inbound) returnCreditLocked(l *receiveSlot) {
-	if in.closed || !in.dialect.returnsCredits() || l == nil || in.v.budget.slots.Get(l.Index()) != l {
+	if in.closed || !in.handshake.native || l == nil || in.v.budget.slots.Get(l.Index()) != l {
 		return
 	}
 	if len(in.owed.credits) == 0 {

@@ -124,11 +124,6 @@ func (d *nativeOut) noteSent(o *outgoing) {
 	}
 }
 
-func (d *nativeOut) requestAnswered(*rendezvous.Sender[*outgoing], uint64, bool) bool { return false }
-
-// mustSend: an answer to an invalidated request is sent, since the receiver drops it.
-func (d *nativeOut) mustSend(*outgoing) bool { return true }
-
 // place decides where the values of o are written, and stores that in o. It returns how many bytes are written to the slot's value memory.
 func (d *nativeOut) place(o *outgoing) (slot int) {
 	for i := range o.parts {
@@ -165,21 +160,10 @@ func (d nativeIn) refuse(origin uint64, flags uint32, _ error) {
 	d.sendReply(&slotReply{origin: origin, flags: replyRefused | flags}, nil)
 }
 
-func (d nativeIn) announces(s *slotRequest) bool {
-	return s.data[1]&kindPush != 0 && d.announceBuffer(s.key, int(min(s.data[2], maxData)))
-}
-
 func (d nativeIn) dataCost(_ *slotRequest, need rendezvous.Need) int { return need.Data }
 
 func (d nativeIn) valueArea(_ *slotRequest, need rendezvous.Need) (*area, error) {
 	return d.newArea(need.Data, need.Route.Host)
-}
-
-// record adds l to the slots of its route. in.mu is held.
-func (d nativeIn) record(l *receiveSlot) {
-	if !l.OneShot {
-		d.slots.granted[l.Route] = append(d.slots.granted[l.Route], l)
-	}
 }
 
 func (d nativeIn) handleSend(c *verbs.Completion, t *trailer) (known bool) {
@@ -234,5 +218,3 @@ func (d nativeIn) handleOverwrite(l *receiveSlot, _ uint64) error {
 }
 
 func (d nativeIn) endsSlot(*van.Message) bool { return false }
-
-func (d nativeIn) returnsCredits() bool { return true }

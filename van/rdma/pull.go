@@ -60,7 +60,8 @@ func (v *node) endRequest(node int, m *van.Meta) (into backend.Mem) {
 	if !m.Push {
 		into, _ = openPulls{p}.take(keyOf(m), m.Addr, int(m.ValLen), nil)
 	}
-	if l := p.link; l != nil && l.dialect.requestAnswered(p.sender, m.Key, m.Push) {
+	if l := p.link; l != nil && !l.native {
+		p.sender.Answered(m.Key, m.Push)
 		p.pump()
 		p.flush()
 	}

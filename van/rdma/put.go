@@ -21,11 +21,7 @@ import (
 func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 	l := p.link
 	id, r, stage, _ := l.queue.Begin()
-	if err := l.dialect.check(o); err != nil { // o was queued before there was a connection
-		p.reject(id, o, at, err)
-		return
-	}
-	if o.canceled || !l.dialect.mustSend(o) {
+	if o.canceled || o.invalidated && !l.native { // a native node drops a late answer, a StepMesh node would write it to the memory
 		p.sender.Release(at)
 		l.finishUnsent(id, o)
 		p.recycle(o)

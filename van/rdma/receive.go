@@ -179,7 +179,7 @@ func (d *device) decode(in *inbound, l *receiveSlot, n int, over bool) (*receive
 		m.Release()
 		return nil, err
 	}
-	if in.stalled.Load() && in.dialect.returnsCredits() && !rx.usesControlQueue() {
+	if in.stalled.Load() && in.handshake.native && !rx.usesControlQueue() {
 		rx.slot = l // no value is there, but keeping the slot stops the sender
 	}
 	if rx.slot != nil && over {

@@ -100,7 +100,7 @@ func (in slotSet) grant(q *pendingRequest) error {
 	if !need.OneShot && (in.stalled.Load() || in.process.unlisted.Load() || in.besidesEnding()) {
 		return errStalled
 	}
-	if in.dialect.announces(s) {
+	if in.handshake.native && s.data[1]&kindPush != 0 && in.announceBuffer(s.key, int(min(s.data[2], maxData))) {
 		in.noteDecoded()
 		in.sendReply(&slotReply{origin: s.origin, flags: replyBuffer, index: in.order.decoded.Load()}, nil)
 		return nil
@@ -197,9 +197,12 @@ func (in slotSet) allocate(l *receiveSlot, s *slotRequest, need rendezvous.Need,
 
 // recordSlot records a granted slot. in.mu is held.
 func (in slotSet) recordSlot(l *receiveSlot) {
-	if !in.closed {
-		in.dialect.record(l)
-	} else if in.v.budget.slots.End(l) {
-		in.freeSlot(l)
+	switch {
+	case in.closed:
+		if in.v.budget.slots.End(l) {
+			in.freeSlot(l)
+		}
+	case in.handshake.native && !l.OneShot: // the slots of a StepMesh node are never returned
+		in.slots.granted[l.Route] = append(in.slots.granted[l.Route], l)
 	}
 }

@@ -75,14 +75,6 @@ func (d *stepmeshOut) noteBuffer(remoteBuffer) {}
 func (d *stepmeshOut) noteDecoded(uint32)      {}
 func (d *stepmeshOut) noteSent(*outgoing)      {}
 
-func (d *stepmeshOut) requestAnswered(snd *rendezvous.Sender[*outgoing], key uint64, push bool) bool {
-	snd.Answered(key, push)
-	return true
-}
-
-// mustSend: an answer to an invalidated request must not be sent, since the peer would still write to the memory.
-func (d *stepmeshOut) mustSend(o *outgoing) bool { return !o.invalidated }
-
 func (d *stepmeshOut) layout(o *outgoing) int { return len(o.meta) }
 
 // stepmeshIn is the dialect of a connection that a StepMesh node has opened.
@@ -104,8 +96,6 @@ func (d stepmeshIn) refuse(_ uint64, _ uint32, why error) {
 	}
 }
 
-func (d stepmeshIn) announces(*slotRequest) bool { return false }
-
 func (d stepmeshIn) dataCost(s *slotRequest, need rendezvous.Need) int {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -118,9 +108,6 @@ func (d stepmeshIn) dataCost(s *slotRequest, need rendezvous.Need) int {
 func (d stepmeshIn) valueArea(s *slotRequest, need rendezvous.Need) (*area, error) {
 	return d.keyArea(s.key, need.Data)
 }
-
-// record does nothing: the slots of a key are never returned.
-func (d stepmeshIn) record(*receiveSlot) {}
 
 func (d stepmeshIn) handleSend(*verbs.Completion, *trailer) (known bool) { return false }
 
@@ -135,8 +122,6 @@ func (d stepmeshIn) handleOverwrite(l *receiveSlot, key uint64) error {
 
 // endsSlot reports true for messages for which the peer requests a slot each time.
 func (d stepmeshIn) endsSlot(m *van.Message) bool { return m.IsControl() || m.SimpleApp }
-
-func (d stepmeshIn) returnsCredits() bool { return false }
 
 // frames makes the frames of a message: they follow from the meta.
 func (d stepmeshIn) frames(rx *received, l *receiveSlot, _ *trailer, _ []byte) error {
