@@ -148,7 +148,7 @@ func TestSlotOfLostAnswerOfOriginal(t *testing.T) {
 	s.end()
 }
 
-// TestBatchToOriginalIsWhole: if a StepMesh node cannot receive one part of a batch, none is sent, and the sender is told.
+// TestBatchToOriginalIsWhole: if a StepMesh node cannot receive one part of a batch, none is sent, and Send fails.
 func TestBatchToOriginalIsWhole(t *testing.T) {
 	r := newRig(t)
 	w := r.node(9)

@@ -62,7 +62,7 @@ func (p *peer) queueParts(msg *van.Message) (done van.Completion, err error) {
 			return nil, fmt.Errorf("%w: %d bytes of payload of key %d, want at most %d", van.ErrInvalid, x.Vals.Len(), x.Key, maxData-frameAlign)
 		}
 	}
-	items, all, err := p.expand(msg)
+	items, all, err := p.expanded.expand(msg)
 	if err != nil {
 		return nil, err
 	}
@@ -82,7 +82,7 @@ func requeue(p *peer, o *outgoing) error {
 		return err
 	}
 	m.Done = o.done
-	items, all, err := p.expand(m)
+	items, all, err := p.expanded.expand(m)
 	if err != nil {
 		return err
 	}
@@ -97,10 +97,17 @@ func requeue(p *peer, o *outgoing) error {
 	return nil
 }
 
+// partList collects the messages that stand for a batch.
+type partList struct {
+	peer  *peer
+	items []*outgoing
+	err   error
+}
+
 // expand makes the messages of ps-lite that stand for m, a batch: all of them, or none. The slice is valid until the next call. The caller
-// calls all.Sent when it holds no lock. p.mu is held.
-func (p *peer) expand(m *van.Message) (items []*outgoing, all *van.AllSent, err error) {
-	l, done := &p.expanded, m.Done
+// calls all.Sent when it holds no lock. The mu of the peer is held.
+func (l *partList) expand(m *van.Message) (items []*outgoing, all *van.AllSent, err error) {
+	done := m.Done
 	l.items, l.err = l.items[:0], nil
 	all = van.NewAllSent(done)
 	m.Done = all.Add()
@@ -109,17 +116,10 @@ func (p *peer) expand(m *van.Message) (items []*outgoing, all *van.AllSent, err 
 		return l.items, all, nil
 	}
 	for _, o := range l.items {
-		p.recycle(o)
+		l.peer.recycle(o)
 	}
 	all.Cancel()
 	return nil, nil, err
-}
-
-// partList collects the messages that stand for a batch.
-type partList struct {
-	peer  *peer
-	items []*outgoing
-	err   error
 }
 
 // SendPart implements van.PartSender.
