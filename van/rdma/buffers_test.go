@@ -157,6 +157,25 @@ func TestPushToABuffer(t *testing.T) {
 	w.wantNoLoss()
 }
 
+// TestBatchOfOneToABuffer: the first value of a batch of one push is written to the receive buffer of its key, as that of a push alone.
+func TestBatchOfOneToABuffer(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	buffer := make([]byte, 70000)
+	if err := s.RegisterRecvBuffer(9, 0, backend.Bytes(buffer)); err != nil {
+		t.Fatal(err)
+	}
+	writes := r.writesTo(w, buffer)
+	m := batch(s, 1, 3, 70000)
+	w.must(m)
+	got, release := s.parts(1)
+	defer release()
+	r.checkParts("the request", got, m.Parts, 1)
+	if n := writes[0].Load(); n != 1 || !got[0].Placed || got[0].Vals.Addr() != backend.Bytes(buffer).Addr() {
+		t.Errorf("%d values were written to the buffer, want 1, or it was not delivered there", n)
+	}
+}
+
 // TestBufferAnnouncedBySlot: a push that finds a free slot makes the receiver announce the buffer of its key, too.
 func TestBufferAnnouncedBySlot(t *testing.T) {
 	r := newRig(t)
