@@ -10,6 +10,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 )
 
 // Send refuses a message for which no slot would be granted, and later messages do not wait for it.
@@ -63,4 +64,26 @@ func TestTooLongPacked(t *testing.T) {
 		t.Errorf("timestamp %d, want 2", m.Timestamp)
 	}
 	m.Release()
+}
+
+// TestFramesFitACell: a message of several keys needs no longer memory for its meta than others, and short frames are copied.
+func TestFramesFitACell(t *testing.T) {
+	to := &testNode{who: van.Node{ID: 8}}
+	for _, n := range [][3]int{{1344, 1344, 1344}, {1344, 16, 8}, {16, 1344, 8}, {800, 3000, 400}, {1344, 1, van.CopyBelow - 2}, {16, 100, 8}} {
+		m := push(to, 1, 1, value(n[1], 1))
+		m.Frames, m.Keys, m.Lens = 3, backend.Bytes(make([]byte, n[0])), backend.Bytes(make([]byte, n[2]))
+		m.DataTypes = append(m.DataTypes, van.TypeInt32)
+		var o outgoing
+		if err := o.fill(m, m.PayloadLen()); err != nil {
+			t.Fatal(err)
+		}
+		if got := (&nativeOut{}).layout(&o); o.form != formFrames || got > conn.CellSize {
+			t.Errorf("frames of %v bytes: meta and inline values have %d bytes, want at most %d", n, got, conn.CellSize)
+		}
+		for i := range o.parts {
+			if x := &o.parts[i]; x.len < van.CopyBelow && x.mem.Len() > 0 {
+				t.Errorf("frames of %v bytes: frame %d is not copied", n, i)
+			}
+		}
+	}
 }

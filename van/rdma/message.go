@@ -84,7 +84,7 @@ func isInline(v *backend.Mem) bool { return v.Len() <= inlineValue && v.OnHost()
 func (o *outgoing) fill(msg *van.Message, size int) error {
 	n, most := msg.EncodedLen(), maxMeta-trailerLen
 	if msg.Frames > 0 {
-		most -= aligned(van.MaxFrames*placementLen) + van.MaxFrames*inlineValue
+		most -= aligned(van.MaxFrames*placementLen) + inlineValue + van.MaxFrames*frameAlign
 	}
 	if n > most {
 		return fmt.Errorf("%w: %d bytes of meta and body, want at most %d", van.ErrInvalid, n, most)
@@ -145,7 +145,7 @@ func (o *outgoing) fillKey(msg *van.Message) {
 			x.addr, x.rkey = msg.Addr, uint32(msg.Option)
 			x.placed = x.rkey != 0
 		}
-		o.addValue(x, &msg.Vals)
+		o.addValue(x, &msg.Vals, isInline(&msg.Vals))
 	}
 }
 
@@ -159,7 +159,8 @@ func (o *outgoing) fillFrames(msg *van.Message) error {
 	for i := range msg.Frames {
 		f, x := msg.Frame(i), o.addPart(key)
 		x.push = i == 1 && msg.Request && msg.Push
-		o.addValue(x, &f)
+		// Meta and inline frames fit a cell.
+		o.addValue(x, &f, isInline(&f) && (f.Len() <= frameAlign || o.inline+aligned(f.Len()) <= inlineValue))
 		n = aligned(n) + x.len
 	}
 	if n > maxData {
@@ -182,7 +183,7 @@ func (o *outgoing) fillBatch(msg *van.Message) {
 		case x.Into.Len() == x.Len && x.Into.Len() > 0:
 			v.into, v.pull = x.Into, pullKey{x.Timestamp, int16(msg.AppID), int16(msg.CustomerID), x.Key}
 		}
-		o.addValue(v, &x.Vals)
+		o.addValue(v, &x.Vals, isInline(&x.Vals))
 	}
 }
 
@@ -192,9 +193,9 @@ func (o *outgoing) addPart(key uint64) *outPart {
 	return &o.parts[len(o.parts)-1]
 }
 
-// addValue sets the value of part x, which is copied if it is short.
-func (o *outgoing) addValue(x *outPart, v *backend.Mem) {
-	if x.len = v.Len(); isInline(v) {
+// addValue sets the value of part x. An inline value is copied.
+func (o *outgoing) addValue(x *outPart, v *backend.Mem, inline bool) {
+	if x.len = v.Len(); inline {
 		o.copies = append(o.copies, v.Host()...)
 		o.inline += aligned(x.len)
 		return
