@@ -1,6 +1,7 @@
 package streams
 
-// The state of Ends: the exchanges of a node, the offers of workers, and the calls of Prepare that wait for offers.
+// The state of Ends: the exchanges of a node, the offers of workers, and the calls of Prepare that wait for offers. Also
+// the methods that change only the state.
 
 import (
 	"fmt"

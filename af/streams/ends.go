@@ -1,6 +1,6 @@
 package streams
 
-// The methods of Ends: all exchanges of a node, from creation to end, and the messages of peers about them.
+// The exchanges of a node, from creation to end, and the messages of peers about them.
 
 import (
 	"cmp"

@@ -393,7 +393,7 @@ func (x *Exchange) unmatched() string {
 }
 
 // await waits until done returns true; done is called with ends.mu held. It calls step before each call of done, at
-// the start and after each change of the directory. missing describes, for the error, the pending steps of the
+// the start and after each change of Ends. missing describes, for the error, the pending steps of the
 // silent peers.
 func (x *Exchange) await(ctx context.Context, step func() error, done func() (bool, error), missing func() string) error {
 	e, begun := x.ends, clock.Now()

@@ -373,7 +373,7 @@ class Attention(_Side):
     def _answer(self, parts, out):
         """Joins the rows of the FFN ranks, in out unless that is None."""
         if out is None:
-            return parts[0] if len(parts) == 1 else torch.cat([_raw(t) for t in parts]).view(self.out_dtype)
+            return parts[0][:] if len(parts) == 1 else torch.cat([_raw(t) for t in parts]).view(self.out_dtype)
         rows = sum(map(len, parts))
         if tuple(out.shape) != (rows, self.width) or out.dtype != self.out_dtype:
             raise ValueError("%s: out is %s of shape %s, want %s of shape %s" % (
@@ -555,7 +555,7 @@ class QueuedBatch:
 
     def __init__(self, side, stage, parts):
         self.stage, self.ranks, self.rows = stage, [rank for rank, _, _ in parts], [rows for _, _, rows in parts]
-        self.tensors = list(parts[0][1].first(parts[0][2])[0])
+        self.tensors = [t[:] for t in parts[0][1].first(parts[0][2])[0]]
         if len(parts) > 1:
             self.tensors = [torch.cat([_raw(channel.first(rows)[0][i]) for _, channel, rows in parts]).view(t.dtype) for i, t in enumerate(self.tensors)]
         self._side, self._parts = side, parts

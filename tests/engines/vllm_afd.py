@@ -3,22 +3,23 @@
 
 A small DeepSeek-V2 of random weights decodes the same prompts, greedily: whole in one process, with its attention and FFN
 ranks over the plugin's NCCL connector, and over StepMeshAFDConnector, in CUDA streams and by messages. "repaired" is the NCCL
-connector without an import that fails at each layer (fserver/connectors/vllm_plugin.py). All must give the same tokens. All engines of a shape are started together and decode in turns, one at a time: a machine that is slower for a while
-slows all of them. The table has the time for each output token, and its ratio to that of one engine (--over) in the same round.
---replace kills an FFN rank in the middle of an answer, and starts another.
+connector without an import that fails at each layer (fserver/connectors/vllm_plugin.py). All must give the same tokens.
+
+In each round every engine is started, measured and ended, one after the other: an idle FFN rank of the NCCL connector would
+keep a kernel on the GPU of the others. The table has the time for each output token, and its ratio to that of one engine
+(--over) in the same round. --replace kills an FFN rank in the middle of an answer, and starts another.
 
 It needs vLLM 0.26, afd-plugin, this library's Python module, and GPUs. Where one is missing the status is 77, and the
 output says what.
 """
 
 import argparse
-import concurrent.futures
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import math
 import os
+import select
 import signal
 import socket
 import statistics
@@ -32,7 +33,7 @@ MISSING = 77
 VLLM = "0.26."
 NAMES = {"whole": None, "nccl": "P2pNcclAFDConnector", "repaired": "P2pNcclAFDConnector", "streams": "StepMeshAFDConnector", "messages": "StepMeshAFDConnector"}
 PLUGINS = {"whole": "", "nccl": "afd"}  # VLLM_PLUGINS; of the others "afd,stepaf"
-READY, HALF, TURN, DONE = "engines: ready", "engines: half", "engines: turn", "engines: done"  # lines of an attention rank that the parent waits for
+HALF, DONE = "engines: half", "engines: done"  # lines of an attention rank that the parent waits for
 LAYERS, HIDDEN, EXPERTS, HEADS, VOCABULARY = 8, 2048, 16, 16, 4096
 PROMPT = 24  # tokens
 LONGEST = 1024
@@ -164,7 +165,7 @@ def settings(spec):
 
 
 def ffn(spec):
-    """An FFN rank: vLLM's engine core with the plugin's FFN worker, until SIGTERM."""
+    """An FFN rank: vLLM's engine core with the plugin's FFN worker, until its input ends."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.plugins import load_general_plugins
     from vllm.v1.engine.core import EngineCore
@@ -173,18 +174,14 @@ def ffn(spec):
     load_general_plugins()
     config = EngineArgs(**settings(spec)).create_engine_config()
     core = EngineCore(config, Executor.get_class(config), log_stats=False)
-    end = []
-    signal.signal(signal.SIGTERM, lambda *_: end.append(1))
     core.model_executor.collective_rpc("start_ffn_server_loop")
-    while not end:
+    while not select.select([sys.stdin], [], [], 0.1)[0]:
         core.model_executor.collective_rpc("raise_ffn_loop_error_if_any")
-        time.sleep(0.1)
     core.shutdown()
 
 
 def attention(spec):
-    """An attention rank: decodes as many prompts as each line of its input says, and at its end writes tokens and times as
-    JSON. For the line "replace" the parent replaces an FFN rank meanwhile."""
+    """An attention rank: decodes the prompts, and writes tokens and times as JSON."""
     from vllm import LLM, SamplingParams
 
     begin = time.monotonic()
@@ -225,13 +222,11 @@ def attention(spec):
 
     for batch in spec["batches"]:
         decode(prompts(batch, spec["rank"]), 8)  # kernels are compiled at their first use
-    print(READY, flush=True)
-    for line in sys.stdin:
-        if line.strip() == "replace":
-            replaced(spec, result, run)
-        else:
-            run(int(line))
-        print(TURN, flush=True)
+    for _ in range(spec["repeat"]):
+        for batch in spec["batches"]:
+            run(batch)
+    if spec["replace"]:
+        replaced(spec, result, run)
     with open(spec["result"], "w") as f:
         json.dump(result, f)
     print(DONE, flush=True)
@@ -271,17 +266,10 @@ class Engine:
         self.options, self.name, self.folder = options, name, folder
         self.attention, self.ffn = shape if NAMES[name] else (1, 0)
         self.port, self.groups = port(4), {"attention": port(), "ffn": port()}
-        self.children, self.attentions = [], []
-        self.turns, self.end = 0, 0
+        self.children = []
         os.makedirs(folder, exist_ok=True)
 
-    def start(self):
-        for i in range(self.ffn):
-            self.spawn("ffn", i)
-        self.attentions = [self.spawn("attention", i) for i in range(self.attention)]
-        self.end = time.monotonic() + self.options.limit
-
-    def spawn(self, role, rank, again=""):
+    def start(self, role, rank, again=""):
         o = self.options
         extra = {}
         if NAMES[self.name] == NAMES["streams"]:
@@ -291,7 +279,7 @@ class Engine:
         spec = dict(
             role=role, rank=rank, attention=self.attention, ffn=self.ffn, connector=NAMES[self.name], port=self.port, model=o.model,
             extra=extra, most=max(o.batches + [8]), asynchronous=not o.replace, batches=o.batches,
-            tokens=o.tokens, limit=o.limit, result=os.path.join(self.folder, "%s%d.json" % (role, rank)))
+            tokens=o.tokens, repeat=o.repeat, replace=bool(o.replace and NAMES[self.name]), limit=o.limit, result=os.path.join(self.folder, "%s%d.json" % (role, rank)))
         env = dict(os.environ, VLLM_USE_V2_MODEL_RUNNER="0", VLLM_PLUGINS=PLUGINS.get(self.name, "afd,stepaf"), VLLM_ENABLE_V1_MULTIPROCESSING="0",
                    VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=str(o.gpus[place % len(o.gpus)]))
         if importlib.util.find_spec("flashinfer") is None:
@@ -302,79 +290,56 @@ class Engine:
         log = os.path.join(self.folder, "%s%d%s.log" % (role, rank, again))
         with open(log, "w") as f:
             process = subprocess.Popen([sys.executable, PROGRAM, "--child", json.dumps(spec)], env=env, stdout=f, stderr=subprocess.STDOUT,
-                                       stdin=subprocess.PIPE if role == "attention" else subprocess.DEVNULL, text=True, start_new_session=True)
+                                       stdin=subprocess.PIPE, start_new_session=True)  # it ends with this process
         process.log, process.name, process.result = log, "%s %d" % (role, rank), spec["result"]
         self.children.append(process)
         return process
 
-    def ready(self):
-        """Waits until the attention ranks have started. Raises Failed, as all that follow."""
-        self.wait(READY, 1)
+    def run(self, end):
+        """Returns the results of the attention ranks. Raises Failed."""
+        if not NAMES[self.name]:
+            attentions = [self.start("attention", 0)]
+        else:
+            for i in range(self.ffn):
+                self.start("ffn", i)
+            attentions = [self.start("attention", i) for i in range(self.attention)]
+        if self.options.replace and NAMES[self.name]:
+            self.replace(end)
+        while not all(DONE in lines(a.log) for a in attentions):
+            self.check(end)
+            time.sleep(0.1)
+        results = []
+        for a in attentions:
+            with open(a.result) as f:
+                results.append(json.load(f))
+        return results
 
-    def turn(self, batch):
-        """Decodes that many prompts on each attention rank."""
-        self.ask(batch)
-        self.wait(TURN, self.turns)
+    def check(self, end):
+        for c in self.children:
+            if c.poll() is not None and DONE not in lines(c.log):
+                raise Failed("%s ended with status %d: %s" % (c.name, c.returncode, last(c.log)))
+        if time.monotonic() > end:
+            raise Failed("the limit of %d s is over (--limit); %s" % (self.options.limit, "; ".join("%s: %s" % (c.name, last(c.log)) for c in self.children)))
 
-    def replace(self):
-        """Kills FFN rank 0 when an attention rank is in the middle of an answer, and starts it again."""
-        self.ask("replace")
+    def replace(self, end):
+        """Kills FFN rank 0 when the attention side is in the middle of an answer, and starts it again."""
         while not any(HALF in lines(c.log) for c in self.children):
-            self.check()
+            self.check(end)
             time.sleep(0.02)
         victim = next(c for c in self.children if c.name == "ffn 0")
         os.killpg(victim.pid, signal.SIGKILL)
         victim.wait()
         self.children.remove(victim)
-        self.spawn("ffn", 0, "-again")
-        self.wait(TURN, self.turns)
-
-    def results(self):
-        """Ends the attention ranks, and returns their results."""
-        self.close()
-        self.wait(DONE, 1)
-        results = []
-        for a in self.attentions:
-            with open(a.result) as f:
-                results.append(json.load(f))
-        return results
-
-    def ask(self, text):
-        self.turns, self.end = self.turns + 1, time.monotonic() + self.options.limit
-        for a in self.attentions:
-            with contextlib.suppress(BrokenPipeError):  # it has ended: check says so
-                a.stdin.write("%s\n" % text)
-                a.stdin.flush()
-
-    def close(self):
-        """Ends the input of the attention ranks."""
-        self.end = time.monotonic() + self.options.limit
-        for a in self.attentions:
-            with contextlib.suppress(BrokenPipeError):
-                a.stdin.close()
-
-    def wait(self, line, count):
-        """Waits until each attention rank has printed the line that many times."""
-        while not all(lines(a.log).count(line) >= count for a in self.attentions):
-            self.check()
-            time.sleep(0.05)
-
-    def check(self):
-        for c in self.children:
-            if c.poll() is not None and DONE not in lines(c.log):
-                raise Failed("%s ended with status %d: %s" % (c.name, c.returncode, last(c.log)))
-        if time.monotonic() > self.end:
-            raise Failed("the limit of %d s is over (--limit); %s" % (self.options.limit, "; ".join("%s: %s" % (c.name, last(c.log)) for c in self.children)))
+        self.start("ffn", 0, "-again")
 
     def stop(self):
-        """Ends all processes: the attention ranks when they have no more input, the FFN ranks by a SIGTERM a second later.
-        After STOP seconds all get SIGKILL. Returns the names of those that did not end before."""
+        """Ends all processes: the attention ranks end by themselves, the FFN ranks' input ends a second later. After
+        STOP seconds all get SIGKILL. Returns the names of those that did not end before."""
         end, hanging = time.monotonic() + STOP, []
-        self.close()
-        for c in sorted(self.children, key=lambda c: c.name):
-            if c.name.startswith("ffn") and c.poll() is None:
-                time.sleep(1)
-                c.terminate()
+        if self.ffn:
+            time.sleep(1)
+        for c in self.children:
+            c.stdin.close()
         for c in self.children:
             try:
                 c.wait(max(end - time.monotonic(), 0.1))
@@ -419,51 +384,42 @@ def port(count=1):
             continue
 
 
-def steps(results, batch):
-    """The times of the decode steps of that batch, in milliseconds, of rank 0: a list for each round."""
-    return [[1000 * t for t in run["steps"][2:]] for run in results[0]["runs"] if run["batch"] == batch]
+def medians(rounds, batch):
+    """The median time of a decode step of that batch, in milliseconds, of rank 0, for each round."""
+    return [statistics.median(times([results], batch)) for results in rounds]
 
 
-def answers(results):
-    return [[r["tokens"] for r in result["runs"]] for result in results]
+def times(rounds, batch):
+    """The times of the decode steps of that batch, in milliseconds, of rank 0."""
+    return [1000 * t for results in rounds for run in results[0]["runs"] if run["batch"] == batch for t in run["steps"][2:]]
+
+
+def answers(rounds):
+    """The answers of each attention rank."""
+    return [[run["tokens"] for results in rounds for run in results[i]["runs"]] for i in range(len(rounds[0]))]
 
 
 def measure(options, shape, entries):
-    """Runs the engines of a shape, in turns. Returns the results of those that did not fail, by name."""
-    running, results = {}, {}
-
-    def attempt(names, call):
-        """Calls a method of these engines, one after the other. An engine that fails leaves."""
-        for name in names:
+    """Runs the engines of a shape in turns. Returns a list of results for each engine that did not fail: one for each round."""
+    rounds = {name: [] for name in options.engines}
+    for i in range(options.rounds):
+        names = list(rounds)
+        first = i % max(len(names), 1)
+        for name in names[first:] + names[:first]:
+            entry, begin = entries[name], time.monotonic()
+            engine = Engine(options, name, shape, os.path.join(options.out, "%dA%dF-%s-%d" % (*shape, name, i)))
             try:
-                call(running[name])
+                rounds[name].append(engine.run(begin + options.limit))
             except Failed as e:
-                refused = NAMES[name] == NAMES["nccl"] and any(r in "\n".join(lines(c.log)) for c in running[name].children for r in REFUSALS)
-                entries[name]["refused" if refused else "failed"] = str(e)
-                stop(name)
-
-    def stop(name):
-        hanging = running.pop(name).stop()
-        if hanging:
-            entries[name]["hanging"] = hanging
-
-    try:
-        for name in options.engines:
-            running[name] = Engine(options, name, shape, os.path.join(options.out, "%dA%dF-%s" % (*shape, name)))
-            running[name].start()
-        attempt(list(running), Engine.ready)
-        for i in range(options.repeat):
-            for batch in options.batches:
-                names = list(running)
-                first = i % max(len(names), 1)
-                attempt(names[first:] + names[:first], lambda engine: engine.turn(batch))
-        if options.replace:
-            attempt([name for name in running if NAMES[name]], Engine.replace)
-        attempt(list(running), lambda engine: results.update({engine.name: engine.results()}))
-    finally:
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            list(pool.map(stop, list(running)))
-    return results
+                refused = NAMES[name] == NAMES["nccl"] and any(r in "\n".join(lines(c.log)) for c in engine.children for r in REFUSALS)
+                entry["refused" if refused else "failed"] = str(e)
+                del rounds[name]
+            finally:
+                hanging = engine.stop()
+            if hanging and name in rounds:
+                entry["hanging"] = hanging
+            print("engines: %dA%dF %s, round %d of %d: %.0f s" % (*shape, name, i + 1, options.rounds, time.monotonic() - begin), file=sys.stderr, flush=True)
+    return rounds
 
 
 def compare(options):
@@ -477,42 +433,42 @@ def compare(options):
         text = "%dA%dF" % tuple(shape)
         entries = {name: dict(shape=text, engine=name) for name in options.engines}
         report.extend(entries.values())
-        results = measure(options, shape, entries)
-        first = None
+        rounds, first = measure(options, shape, entries), None
         for name, entry in entries.items():
             for word in ("refused", "failed"):
                 if word in entry:
                     status = status if word == "refused" else 1
                     print("%-6s %-8s %s: %s" % (text, name, word, entry[word]), flush=True)
-            if entry.get("hanging"):
-                print("%-6s %-8s did not end within %d s of the last answer: %s" % (text, name, STOP, ", ".join(entry["hanging"])), flush=True)
-            if name not in results:
+            if name not in rounds:
                 continue
             # The whole model decodes what one attention rank decodes.
-            got, same = answers(results[name]), "first"
+            got, same = answers(rounds[name]), "first"
             if first is not None:
-                other = answers(results[first])
+                other = answers(rounds[first])
                 equal = got[:len(other)] == other[:len(got)]
                 same = ("same as " if equal else "not those of ") + first
                 status = status if equal else 1
             first = first or name
-            entry.update(same=same, start=results[name][0]["start"], rows=[])
+            entry.update(same=same, start=rounds[name][0][0]["start"], rows=[])
             for batch in options.batches:
-                rounds = steps(results[name], batch)
-                t = sorted(t for one in rounds for t in one)
+                t = sorted(times(rounds[name], batch))
                 row = dict(rows=batch, median=statistics.median(t), p99=t[min(len(t) - 1, int(len(t) * 0.99))], mean=statistics.mean(t))
                 ratio = ""
-                if options.over in results and name != options.over:
-                    row["ratios"] = sorted(statistics.median(a) / statistics.median(b) for a, b in zip(rounds, steps(results[options.over], batch)))
+                if options.over in rounds and name != options.over:
+                    row["ratios"] = sorted(a / b for a, b in zip(medians(rounds[name], batch), medians(rounds[options.over], batch)))
                     ratio = "%.2f, %.2f to %.2f" % (statistics.median(row["ratios"]), row["ratios"][0], row["ratios"][-1])
                 entry["rows"].append(row)
                 print(form % (text, name, batch, "%.3f" % row["median"], "%.3f" % row["p99"], "%.0f" % (1000 * batch / row["mean"]), ratio, same), flush=True)
-            if results[name][0].get("replaced"):
-                r = entry["replaced"] = results[name][0]["replaced"]
-                equal = bool(r["answer"]) and r["answer"]["tokens"] == next(run["tokens"] for run in results[name][0]["runs"] if run["batch"] == options.batches[-1])
-                status = status if equal else 1
-                print("%-6s %-8s FFN rank 0 killed and started again: answer %s after %.1f s; errors: %s" % (
-                    text, name, "the same" if equal else "another", r["time"], "; ".join(r["errors"]) or "none"), flush=True)
+            if entry.get("hanging"):
+                print("%-6s %-8s did not end within %d s of the last answer: %s" % (text, name, STOP, ", ".join(entry["hanging"])), flush=True)
+            for results in rounds[name]:
+                if results[0].get("replaced"):
+                    r = results[0]["replaced"]
+                    equal = bool(r["answer"]) and r["answer"]["tokens"] == next(run["tokens"] for run in results[0]["runs"] if run["batch"] == options.batches[-1])
+                    status = status if equal else 1
+                    entry.setdefault("replaced", []).append(r)
+                    print("%-6s %-8s FFN rank 0 killed and started again: answer %s after %.1f s; errors: %s" % (
+                        text, name, "the same" if equal else "another", r["time"], "; ".join(r["errors"]) or "none"), flush=True)
     with open(os.path.join(options.out, "report.json"), "w") as f:
         json.dump(report, f, indent=1)
     print("logs and report.json: %s" % options.out)
@@ -549,7 +505,7 @@ def gpus(text):
 
 
 def engines(text):
-    return _list(text, str, lambda names: set(names) <= set(NAMES), "some of " + ",".join(NAMES))
+    return _list(text, str, lambda names: set(names) <= set(NAMES) and len(set(names)) == len(names), "some of " + ",".join(NAMES))
 
 
 def extra(text):
@@ -570,15 +526,16 @@ def options(arguments):
     p.add_argument("--gpus", type=gpus, default=[0, 1], metavar="N,...", help="GPUs: attention ranks first, then FFN ranks (0,1)")
     p.add_argument("--batches", type=counts, default=[1, 16, 64], metavar="N,...", help="prompts decoded at a time by an attention rank (1,16,64)")
     p.add_argument("--tokens", type=int, default=64, metavar="N", help="new tokens of an answer (64)")
-    p.add_argument("--repeat", type=int, default=3, metavar="N", help="rounds: measurements of each batch (3)")
+    p.add_argument("--repeat", type=int, default=3, metavar="N", help="measurements of each batch in a round (3)")
+    p.add_argument("--rounds", type=int, default=3, metavar="N", help="starts of each engine (3)")
     p.add_argument("--layers", type=int, default=LAYERS, metavar="N", help="layers of the model (%d)" % LAYERS)
     p.add_argument("--replace", action="store_true", help="kill FFN rank 0 in the middle of an answer, and start it again (by messages, replace_ms of the connector is --limit unless --extra has it)")
     p.add_argument("--extra", type=extra, default="{}", metavar="JSON", help="connector_extra_config of StepMeshAFDConnector ({})")
-    p.add_argument("--limit", type=int, default=600, metavar="SECONDS", help="for the start of an engine and for each of its turns (600)")
+    p.add_argument("--limit", type=int, default=600, metavar="SECONDS", help="for each start of an engine (600)")
     p.add_argument("--out", metavar="DIRECTORY", help="for logs, results and the model (a new one in the temporary directory)")
     p.add_argument("--child", help=argparse.SUPPRESS)
     o = p.parse_args(arguments)
-    for name, least in (("tokens", 8), ("repeat", 1), ("layers", 2), ("limit", 1)):
+    for name, least in (("tokens", 8), ("repeat", 1), ("rounds", 1), ("layers", 2), ("limit", 1)):
         if getattr(o, name) < least:
             p.error("argument --%s: %d, want at least %d" % (name, getattr(o, name), least))
     if o.tokens + PROMPT + 5 > LONGEST:

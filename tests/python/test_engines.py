@@ -10,30 +10,22 @@ import pytest
 
 PROGRAM = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "engines", "vllm_afd.py")
 
-# The program of an engine's processes in these tests. An attention rank writes the result that answers.json has for its
-# connector, with the numbers of prompts that it was asked for.
+# The program of an engine's processes in these tests. An attention rank writes the result that answers.json has for its connector.
 CHILD = """
 import json, os, signal, sys, time
 spec = json.loads(sys.argv[2])
 if spec["role"] == "ffn":
-    time.sleep(60)
-    sys.exit(1)
+    sys.stdin.read()
+    sys.exit()
 with open(os.path.join(os.path.dirname(__file__), "answers.json")) as f:
     do = json.load(f)[spec["connector"] or "whole"]
 if "error" in do:
     sys.exit(do["error"])
-print("engines: ready", flush=True)
-result = dict(start=1.0, runs=[])
-for line in sys.stdin:
-    if line.strip() == "replace":
-        print("engines: half", flush=True)
-        result["replaced"] = dict(time=2.0, errors=[], answer=result["runs"][-1])
-    elif "later" in do:
-        sys.exit(do["later"])
-    else:
-        steps = [0.5, 0.5] + [do.get("step", 0.002)] * 3
-        result["runs"].append(dict(batch=int(line), tokens=[do["tokens"]] * int(line), steps=steps, time=1.0))
-    print("engines: turn", flush=True)
+tokens = [do["tokens"]] * spec["batches"][0]
+result = dict(start=1.0, runs=[dict(batch=b, tokens=tokens, steps=[0.5, 0.5] + [do.get("step", 0.002)] * 3, time=1.0) for b in spec["batches"]])
+if spec["replace"]:
+    print("engines: half", flush=True)
+    result["replaced"] = dict(time=2.0, errors=[], answer=result["runs"][-1])
 with open(spec["result"], "w") as f:
     json.dump(result, f)
 print("engines: done", flush=True)
@@ -88,7 +80,7 @@ def test_help():
     ("--shapes 1", "--shapes: '1': want attention ranks x FFN ranks"), ("--shapes 1x0", "'1x0': want attention ranks"), ("--shapes 1x1x1", "'1x1x1': want"),
     ("--shapes axb", "'axb': want"), ("--engines gloo", "--engines: 'gloo': want some of whole,nccl,repaired,streams,messages"), ("--over gloo", "--over: invalid choice: 'gloo'"), ("--gpus 0,0", "--gpus: '0,0': want different indices"),
     ("--gpus=-1", "--gpus: '-1': want"), ("--batches 0", "--batches: '0': want positive numbers"), ("--batches 1,", "'1,': want"),
-    ("--tokens 7", "--tokens: 7, want at least 8"), ("--tokens 1000", "--tokens: 1000, want at most 995"), ("--repeat 0", "--repeat: 0, want at least 1"),
+    ("--tokens 7", "--tokens: 7, want at least 8"), ("--tokens 1000", "--tokens: 1000, want at most 995"), ("--repeat 0", "--repeat: 0, want at least 1"), ("--rounds 0", "--rounds: 0, want at least 1"), ("--engines nccl,nccl", "'nccl,nccl': want some of"),
     ("--layers 1", "--layers: 1, want at least 2"), ("--limit 0", "--limit: 0, want at least 1"), ("--extra [1]", "--extra: '[1]': want a JSON object"),
     ("--extra {", "--extra: '{': want a JSON object"), ("more", "unrecognized arguments: more"),
 ])
@@ -102,21 +94,20 @@ SAME = {"whole": dict(tokens=[1, 2]), NCCL: dict(tokens=[1, 2]), OURS: dict(toke
 
 
 @pytest.mark.parametrize("answers, arguments, status, words", [
-    (SAME, [], 0, ["1A1F   whole         3      2.000      2.000      1500 1.00, 1.00 to 1.00   first", "1A1F   nccl          3",
+    (SAME, ["--rounds", "2"], 0, ["1A1F   whole         3      2.000      2.000      1500 1.00, 1.00 to 1.00   first", "1A1F   nccl          3",
                    "1A1F   streams       3      1.000      1.000      3000 0.50, 0.50 to 0.50   same as whole", "1A1F   messages      3"]),
     (SAME, ["--replace", "--engines", "whole,messages"], 0, ["messages FFN rank 0 killed and started again: answer the same after 2.0 s; errors: none"]),
     (dict(SAME, **{OURS: dict(tokens=[1, 3])}), [], 1, ["1A1F   streams", "not those of whole"]),
     (dict(SAME, **{OURS: dict(error="fserver_lib.TimeoutError: late")}), [], 1, ["streams  failed: attention 0 ended with status 1: fserver_lib.TimeoutError: late"]),
-    (dict(SAME, **{OURS: dict(later="fserver_lib.TimeoutError: late")}), [], 1, ["streams  failed: attention 0 ended with status 1: fserver_lib.TimeoutError: late", "1A1F   nccl          3"]),
     (dict(SAME, **{NCCL: dict(error="ValueError: P2pNcclAFDConnector currently requires num_attention_ranks >= num_ffn_ranks")}), [], 0,
      ["nccl     refused: attention 0", "3      1.000      1.000      3000                      same as whole"]),
-], ids=["same", "replaced", "other tokens", "failed", "failed later", "refused"])
+], ids=["same", "replaced", "other tokens", "failed", "refused"])
 def test_results(program, tmp_path, monkeypatch, capsys, answers, arguments, status, words):
     child = tmp_path / "child.py"
     child.write_text(CHILD)
     (tmp_path / "answers.json").write_text(json.dumps(answers))
     monkeypatch.setattr(program, "PROGRAM", str(child))
-    o = program.options(["--batches", "3", "--out", str(tmp_path / "out")] + arguments)
+    o = program.options(["--batches", "3", "--rounds", "1", "--out", str(tmp_path / "out")] + arguments)
     o.model = ""
     assert program.compare(o) == status, capsys.readouterr().out
     out = capsys.readouterr().out

@@ -30,7 +30,7 @@ type Machine struct {
 	RDMABuild bool // this build has the ibverbs transport
 	Cores     int  // of the machine
 
-	// Resolve returns the IPv4 address of a host.
+	// Resolve returns the IPv4 address of a host name, and any address as it is.
 	Resolve func(ctx context.Context, host string) (netip.Addr, error)
 	// Free returns the reason why a node cannot listen at a port of an address of this machine, or nil.
 	Free func(host string, port int) error
@@ -106,8 +106,11 @@ func (m *Machine) loopback() Address {
 
 // outer returns the address that other machines may reach, the zero Address if there is none.
 func (m *Machine) outer() Address {
-	addr, _ := m.First()
-	return m.at(addr.String())
+	addr, name := m.First()
+	if !addr.IsValid() {
+		return Address{}
+	}
+	return Address{name, addr.String()}
 }
 
 // first returns the first IPv4 address that fits, or the zero Address.
