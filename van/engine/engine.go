@@ -242,5 +242,6 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 }
 
 // minSpin is the least time to spin if the spinning goroutine is not the one that sleeps. To end such a
-// spin, the goroutine must wake another one, which then goes to sleep.
-const minSpin = 100 * time.Microsecond
+// spin, the goroutine must wake another one, which then goes to sleep, and wakes this one when a message has arrived.
+// The answer to 1 MB over TCP takes 300 us to begin on a machine with 2 cores.
+const minSpin = 400 * time.Microsecond
