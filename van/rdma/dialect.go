@@ -12,6 +12,8 @@ import (
 type outboundDialect interface {
 	// check refuses a message that the receiver would not understand or would abort on.
 	check(o *outgoing) error
+	// uncheck undoes the check of a message that is not sent, since another part of its batch was refused.
+	uncheck(o *outgoing)
 	// need decides where the values of o are written, stores that in o, and returns the slot that o needs.
 	need(o *outgoing) rendezvous.Need
 	// completeRequest completes the slot request for o.

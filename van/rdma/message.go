@@ -35,6 +35,7 @@ type outgoing struct {
 	id            requestID
 	canceled      bool // the memory of the values belongs to the caller again
 	invalidated   bool // a pull: no caller waits for an answer any more
+	setsSize      bool // the first request of its key to a StepMesh node
 
 	parts    []outPart // the values
 	copies   []byte    // the inline values, one after the other
@@ -98,7 +99,7 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	}
 	o.control, o.oneShot = msg.IsControl(), msg.IsControl() || msg.SimpleApp
 	o.request, o.push, o.key, o.frames, o.size = msg.Request, msg.Push, msg.Key, msg.Frames, size
-	o.id, o.canceled, o.invalidated = requestID{msg.AppID, msg.CustomerID, msg.Timestamp}, false, false
+	o.id, o.canceled, o.invalidated, o.setsSize = requestID{msg.AppID, msg.CustomerID, msg.Timestamp}, false, false, false
 	o.form, o.parts, o.copies, o.inline, o.zeroCopy = formPlain, o.parts[:0], o.copies[:0], 0, false
 	switch {
 	case msg.IsBatch():

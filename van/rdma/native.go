@@ -40,6 +40,7 @@ type placed struct {
 const maxBuffers = 1 << 16
 
 func (d *nativeOut) check(*outgoing) error { return nil }
+func (d *nativeOut) uncheck(*outgoing)     {}
 
 func (d *nativeOut) need(o *outgoing) rendezvous.Need {
 	n := rendezvous.Need{OneShot: o.oneShot, Meta: d.layout(o)}

@@ -170,3 +170,21 @@ func TestBatchToOriginalIsWhole(t *testing.T) {
 	}
 	s.end()
 }
+
+// TestRefusedBatchSetsNoSize: a batch that was not sent says nothing about the size of a StepMesh node's buffers. The node would abort on a
+// push that is longer than the first request of its key.
+func TestRefusedBatchSetsNoSize(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9)
+	s := newRawServer(r, w)
+	s.take()
+	if err := w.Send(batch(s.who, 1, 0, 100, 3000, 0)); !errors.Is(err, van.ErrInvalid) {
+		t.Fatalf("Send of a batch with an empty push: %v, want %v", err, van.ErrInvalid)
+	}
+	w.must(pull(s.who, 1, 4, make([]byte, 500))) // the node's buffer has 500 bytes
+	if err := w.Send(push(s.who, 1, 5, value(2000, 0))); !errors.Is(err, van.ErrInvalid) {
+		t.Errorf("Send of 2000 bytes after a first request of 500: %v, want %v", err, van.ErrInvalid)
+	}
+	w.must(push(s.who, 1, 6, value(500, 0)))
+	s.end()
+}

@@ -116,6 +116,9 @@ func (l *partList) expand(m *van.Message) (items []*outgoing, all *van.AllSent, 
 		return l.items, all, nil
 	}
 	for _, o := range l.items {
+		if l.peer.link != nil {
+			l.peer.link.dialect.uncheck(o)
+		}
 		l.peer.recycle(o)
 	}
 	all.Cancel()

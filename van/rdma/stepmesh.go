@@ -29,7 +29,7 @@ func (d *stepmeshOut) check(o *outgoing) error {
 		n := max(o.parts[0].len, o.parts[0].want)
 		have, known := d.keySizes[o.key]
 		if !known {
-			d.keySizes[o.key] = n
+			d.keySizes[o.key], o.setsSize = n, true
 		} else if o.push && n > have {
 			return fmt.Errorf("%w: %w: key %d has %d bytes, the peer, a node of the C++ library, has room for the %d of the first time",
 				van.ErrInvalid, rendezvous.ErrGrown, o.key, n, have)
@@ -38,6 +38,12 @@ func (d *stepmeshOut) check(o *outgoing) error {
 	}
 	return fmt.Errorf("%w: the peer is a node of the C++ library: over RDMA a message to it has one key of 8 bytes and a value of val_len bytes, at least 1; a pull names the destination of its answer, and the answer is written there",
 		van.ErrInvalid)
+}
+
+func (d *stepmeshOut) uncheck(o *outgoing) {
+	if o.setsSize {
+		delete(d.keySizes, o.key)
+	}
 }
 
 func (d *stepmeshOut) need(o *outgoing) rendezvous.Need {
