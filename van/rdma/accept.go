@@ -39,6 +39,8 @@ func (v acceptor) accept(ev verbs.Event) {
 	case h.native && v.isReplaced(h.incarnation):
 		v.rejectReplaced(ev, &h)
 		return
+	case v.misread(&h, h.node) != "":
+		why = v.misread(&h, h.node)
 	case h.native && h.qpCount != v.cfg.QPNum:
 		why = fmt.Sprintf("STEPAF_QP_NUM is %d here and %d there", v.cfg.QPNum, h.qpCount)
 	}

@@ -158,6 +158,9 @@ func (d *dialing) awaitAnswer(ctx context.Context, q int, limit time.Duration) e
 	if err := p.verifyAcceptor(l, q, &answer, ev.Private, d.requests[q]); err != nil {
 		return fmt.Errorf("queue pair %d: %w", q, err)
 	}
+	if why := v.misread(&answer, int(p.id.Load())); why != "" {
+		return fmt.Errorf("queue pair %d: %s", q, why)
+	}
 	l.process = answer.incarnation
 	l.numbered = l.native && answer.incarnation != 0 && v.local.incarnation != 0
 	p.state.native.Store(l.native)

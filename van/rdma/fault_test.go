@@ -182,6 +182,45 @@ func TestDifferentQPNum(t *testing.T) {
 	w.wantDown(s, "STEPAF_QP_NUM is 1 here and 2 there")
 }
 
+// TestOtherVersion: nodes of two versions of the protocol make no connection for data, since each would misread the other's messages. The
+// scheduler and nodes of any version connect: the scheduler tells a node why it may not join.
+func TestOtherVersion(t *testing.T) {
+	r := newRig(t)
+	w, s := r.node(9), r.node(8)
+	older := func(node int) (*raw, func(q int) []byte) {
+		p := newRaw(r, netip.MustParseAddr(fmt.Sprintf("10.77.8.%d", node)), van.Node{ID: node})
+		return p, func(q int) []byte {
+			b := p.privateData(true, 77, q, 2)
+			b[offVersion] = 0
+			return b
+		}
+	}
+	p, private := older(11)
+	id, err := p.ch.NewID(1)
+	p.check(err)
+	p.check(id.ResolveAddr(p.addr, netip.AddrPortFrom(s.addr, uint16(s.who.Port)), time.Second))
+	p.event(verbs.AddrResolved)
+	p.check(id.ResolveRoute(time.Second))
+	p.event(verbs.RouteResolved)
+	p.use(id)
+	p.check(id.Connect(verbs.ConnParam{Private: private(0), RetryCount: 6, RNRRetryCount: 7}))
+	if err := rejection(p.event(verbs.Rejected).Private); err == nil || !strings.Contains(err.Error(), "version") {
+		t.Errorf("a node of an older version is rejected with %v, want the reason", err)
+	}
+	w.connect(&testNode{who: van.Node{ID: 11, Hostname: p.addr.String(), Port: p.port}})
+	to := p.event(verbs.ConnectRequest).New
+	p.use(to)
+	p.check(to.Accept(verbs.ConnParam{Private: private(0), RetryCount: 6, RNRRetryCount: 7}))
+	if c := w.wantChange("it cannot connect", func(c change) bool { return !c.up }); !strings.Contains(c.cause.Error(), "version") {
+		t.Errorf("notified of %v, want the other version", c.cause)
+	}
+	w.Disconnect(11)
+	p.end()
+	scheduler, private := older(van.SchedulerID)
+	scheduler.dial(s, 2, private)
+	scheduler.end()
+}
+
 // TestSilentPeer connects to an address that never answers connect requests.
 func TestSilentPeer(t *testing.T) {
 	t.Parallel()

@@ -51,6 +51,7 @@ const (
 	offQPCount       = 33
 	offReason        = 34 // of a rejection: a text
 	offCode          = 28 // of a rejection: a code
+	offVersion       = 34 // of the protocol between native nodes; not in a rejection
 	offIncarn        = 36
 	nativeContextLen = 40
 	offNodePort      = 4
@@ -69,6 +70,8 @@ type handshake struct {
 	qpCount int
 	// incarnation is that of the process; 0: not known.
 	incarnation uint32
+	// otherVersion: the node speaks another version of the protocol between native nodes.
+	otherVersion bool
 }
 
 // key returns the name that the queue pairs of one connection have in common.
@@ -84,6 +87,15 @@ func (h *handshake) sameProcess(x *handshake) bool {
 	return h.native && x.native && x.node == h.node && x.incarnation == h.incarnation && x.port == h.port && x.host == h.host
 }
 
+// misread returns the reason why v and the peer, whose handshake is h, would misread each other's data, or "". A scheduler sends no data,
+// and tells a node of another version why it may not join.
+func (v *node) misread(h *handshake, peer int) string {
+	if !h.otherVersion || v.local.self.Role == van.Scheduler || peer == van.SchedulerID {
+		return ""
+	}
+	return fmt.Sprintf("the protocol between nodes has another version than %d here; run one release on all nodes", van.ExtensionVersion)
+}
+
 // name returns the node's name and address.
 func (h *handshake) name() string {
 	return fmt.Sprintf("%s at %s:%d", van.NodeName(h.node), h.host, h.port)
@@ -96,7 +108,7 @@ func (h *handshake) encode() []byte {
 	copy(b[offNodeHost:offNodeHost+hostField-1], h.host)
 	le.PutUint32(b[offMagic:], magic)
 	le.PutUint32(b[offEpoch:], h.epoch)
-	b[offQPIndex], b[offQPCount] = byte(h.qp), byte(h.qpCount)
+	b[offQPIndex], b[offQPCount], b[offVersion] = byte(h.qp), byte(h.qpCount), van.ExtensionVersion
 	le.PutUint32(b[offIncarn:], h.incarnation)
 	return b
 }
@@ -115,7 +127,7 @@ func decodeHandshake(b []byte) (handshake, error) {
 	if len(b) >= nativeContextLen && le.Uint32(b[offMagic:]) == magic {
 		h.native, h.epoch = true, le.Uint32(b[offEpoch:])
 		h.qp, h.qpCount = int(b[offQPIndex]), int(b[offQPCount])
-		h.incarnation = le.Uint32(b[offIncarn:])
+		h.incarnation, h.otherVersion = le.Uint32(b[offIncarn:]), b[offVersion] != van.ExtensionVersion
 		if h.qp >= h.qpCount {
 			return h, &van.FieldError{Field: "private data: queue pair", Value: h.qp, Want: fmt.Sprintf("below their number, %d", h.qpCount)}
 		}

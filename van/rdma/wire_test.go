@@ -31,7 +31,7 @@ func TestLayout(t *testing.T) {
 	}
 	// RequestContext; StepMesh reads its first 24 bytes.
 	h := handshake{node: 9, port: 0x1234, host: "a-host-name-that-is-long", native: true, epoch: 0x01020304, qp: 1, qpCount: 2}
-	want = "09000000" + "3412" + fmt.Sprintf("%x", "a-host-name-tha") + "00" + "0000" + "53414631" + "04030201" + "0102" + "000000000000"
+	want = "09000000" + "3412" + fmt.Sprintf("%x", "a-host-name-tha") + "00" + "0000" + "53414631" + "04030201" + "0102" + "0600" + "00000000"
 	if got := fmt.Sprintf("%x", h.encode()); got != want {
 		t.Errorf("RequestContext:\n got %s\nwant %s", got, want)
 	}
