@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/fakeverbs"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
@@ -277,4 +278,38 @@ func TestInvalidateBesideASend(t *testing.T) {
 	r.net.Release()
 	s.wantValue(3, v)
 	w.wantNoLoss()
+}
+
+// TestRepeatedAnswer: with PS_RESEND, an answer that is sent again does not reach the caller's memory, which the caller may have changed
+// since the first one.
+func TestRepeatedAnswer(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair(func(c *env.Config) { c.Resend = true })
+	for i, n := range []int{100, 50_000} {
+		single, parts := make([]byte, n), batch(s, 10+i, 0, 100, -n)
+		w.must(pull(s, 5, i, single))
+		w.must(parts)
+		q := s.next()
+		b := s.next()
+		for range 2 {
+			clear(single) // the memory belongs to the caller again
+			clear(parts.Parts[1].Into.Host())
+			s.must(answer(q, value(n, i)))
+			s.must(answerTo(9, 0, b.Parts))
+			m := w.next()
+			if !bytes.Equal(m.Vals.Host(), value(n, i)) {
+				t.Errorf("an answer has %d bytes, want %d, or they differ", m.Vals.Len(), n)
+			}
+			m.Release()
+			w.next().Release()
+		}
+		if !bytes.Equal(single, make([]byte, n)) || !bytes.Equal(parts.Parts[1].Into.Host(), make([]byte, n)) {
+			t.Errorf("a repeated answer of %d bytes was written to the destination of the first", n)
+		}
+		q.Release()
+		b.Release()
+	}
+	if n := w.device0().regions.InUse(); n != 0 {
+		t.Errorf("%d regions are in use, want none", n)
+	}
 }

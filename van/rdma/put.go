@@ -72,13 +72,13 @@ func (p *peer) stageMeta(r *conn.Record[sentMessage], o *outgoing, stage []byte)
 	}
 	for i := range o.parts {
 		x := &o.parts[i]
-		if x.into.Len() == 0 {
+		if x.into.Len() == 0 || l.native && p.v.cfg.Resend { // a repeated answer must not reach the memory before van/resend has recognized it
 			continue
 		}
 		rkey, err := p.registerDestination(l, x.into, x.pull)
 		if err != nil {
 			for _, x := range o.parts[:i] { // their answers will not come
-				if d, ok := p.pulls[x.pull]; ok {
+				if d, ok := p.pulls[x.pull]; ok && x.into.Len() > 0 {
 					delete(p.pulls, x.pull)
 					d.region.Release()
 				}

@@ -29,6 +29,6 @@
 //     application, customer and kind of message. Older timestamps count as received. This
 //     relies on increasing timestamps: a node numbers its requests, and its control messages.
 //
-// If the wrapped van writes values directly into registered memory, it also writes a
+// A C++ node over RDMA writes values directly into registered memory. It also writes a
 // duplicate there, before this package can drop it.
 package resend
