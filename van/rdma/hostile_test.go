@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"net/netip"
+	"runtime"
 	"testing"
 	"time"
 
@@ -434,4 +435,25 @@ func TestHostileRejection(t *testing.T) {
 	if c := w.wantDown(s, "answers"); errors.Is(c.cause, van.ErrReplaced) {
 		t.Errorf("a connection of somebody else ended the node: %v", c.cause)
 	}
+}
+
+// TestHostileFrameLengths: memory for copies of keys and lengths is allocated for frames that have been located, not for any length in
+// the trailer. A frame of an answer is not in place: no request names its destination.
+func TestHostileFrameLengths(t *testing.T) {
+	h := newHostileWorld(t, true)
+	r := h.c.ask(slotRequest{metaLen: conn.CellSize, dataNum: nativeSlotRequest, data: [4]uint64{1024, 0, 1024}, origin: 1, key: 6})
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	m := push(h.s, 6, 1, value(100, 1))
+	inSlot, inPlace := placement{where: valueInSlot}, placement{where: valueInPlace}
+	h.c.notify(0, r.index, r.meta, r.metaKey, encodeParts(h.rig, m, []placement{inSlot, inSlot}, nil, trailer{frames: 2, lens: [van.MaxFrames]uint32{8, 100, maxData}}))
+	h.s.next().Release()
+	m.Request, m.Push = false, false
+	h.c.receive(immCredits)
+	h.c.notify(0, r.index, r.meta, r.metaKey, encodeParts(h.rig, m, []placement{inPlace, inSlot, inSlot}, nil, trailer{frames: 3, lens: [van.MaxFrames]uint32{maxData, 100, 4}}))
+	h.seen(1, "a frame in place")
+	if runtime.ReadMemStats(&after); after.TotalAlloc-before.TotalAlloc > 1<<30 {
+		t.Errorf("%d bytes were allocated", after.TotalAlloc-before.TotalAlloc)
+	}
+	h.ends(1)
 }

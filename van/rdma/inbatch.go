@@ -79,8 +79,8 @@ func (d nativeIn) values(rx *received, l *receiveSlot, behind []byte) error {
 		case at.where == valueInPlace && m.Request:
 			x.Vals, err = d.announced(x.Key, x.Len, at.addr)
 			x.Placed = true
-		case at.where != valueInPlace:
-			err = &van.FieldError{Field: fmt.Sprintf("placement of key %d", x.Key), Value: at.where, Want: "0, 1 or 2"}
+		case at.where != valueInPlace || x.Push: // no request names a destination for a frame of an answer
+			err = &van.FieldError{Field: fmt.Sprintf("placement of key %d", x.Key), Value: at.where, Want: "0 or 1, or 2 of a push or of the answer to a pull"}
 		}
 		if err != nil {
 			return err

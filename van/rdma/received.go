@@ -30,10 +30,10 @@ func (rx *received) usesControlQueue() bool { return rx.msg.IsControl() || rx.ms
 // maxKeptCopies is the capacity of copies that a pooled message keeps.
 const maxKeptCopies = 64 << 10
 
-// copyFrame returns a copy of b, a frame of keys or lengths, of a message with the valid trailer t.
-func (rx *received) copyFrame(b []byte, t *trailer) backend.Mem {
+// copyFrame returns a copy of b, a frame of keys or lengths. The copies of a message need most bytes.
+func (rx *received) copyFrame(b []byte, most int) backend.Mem {
 	from := aligned(len(rx.copies))
-	if most := aligned(int(t.lens[0])) + int(t.lens[2]); cap(rx.copies) < most { // large enough for both frames: the first must not move
+	if cap(rx.copies) < most { // large enough for both frames: the first must not move
 		rx.copies = make([]byte, 0, most)
 	}
 	rx.copies = rx.copies[:from+len(b)]
@@ -100,6 +100,10 @@ func (p *pool) Free(m *van.Message) {
 func (rx *received) takeFrames(t *trailer) error {
 	m := &rx.msg
 	m.Frames = t.frames
+	most := aligned(m.Parts[0].Vals.Len())
+	if t.frames == van.MaxFrames {
+		most += m.Parts[2].Vals.Len()
+	}
 	for i := range m.Parts {
 		frame := m.Parts[i].Vals
 		if i != 1 && frame.Len() > 0 {
@@ -107,7 +111,7 @@ func (rx *received) takeFrames(t *trailer) error {
 			if !frame.OnHost() {
 				return &van.FieldError{Field: "trailer frames", Value: fmt.Sprintf("frame %d in memory of %s", i, frame.Device()), Want: "it in ordinary memory"}
 			}
-			frame = rx.copyFrame(frame.Host(), t)
+			frame = rx.copyFrame(frame.Host(), most)
 		}
 		m.SetFrame(i, frame)
 	}
