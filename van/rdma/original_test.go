@@ -171,6 +171,24 @@ func TestBatchToOriginalIsWhole(t *testing.T) {
 	s.end()
 }
 
+// TestBatchLeavesNoMessages: a peer holds no message of a batch longer than the queue does.
+func TestBatchLeavesNoMessages(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9)
+	s := newRawServer(r, w)
+	s.take()
+	w.must(batch(s.who, 1, 0, 100, 3000))
+	p := (*w.tables.peers.Load())[s.who.who.ID]
+	p.mu.Lock()
+	for _, o := range p.expanded.items[:cap(p.expanded.items)] {
+		if o != nil {
+			t.Error("the peer still holds a message")
+		}
+	}
+	p.mu.Unlock()
+	s.end()
+}
+
 // TestRefusedBatchSetsNoSize: a batch that was not sent says nothing about the size of a StepMesh node's buffers. The node would abort on a
 // push that is longer than the first request of its key.
 func TestRefusedBatchSetsNoSize(t *testing.T) {

@@ -69,6 +69,7 @@ func (p *peer) queueParts(msg *van.Message) (done van.Completion, err error) {
 	for _, o := range items {
 		p.sender.Submit(o, false)
 	}
+	clear(items)
 	return all, nil
 }
 
@@ -90,6 +91,7 @@ func requeue(p *peer, o *outgoing) error {
 		x.canceled = o.canceled
 	}
 	p.sender.Replace(items)
+	clear(items)
 	p.recycle(o)
 	if all != nil {
 		go all.Sent()
@@ -105,7 +107,7 @@ type partList struct {
 }
 
 // expand makes the messages of ps-lite that stand for m, a batch: all of them, or none. The slice is valid until the next call. The caller
-// calls all.Sent when it holds no lock. The mu of the peer is held.
+// clears the slice, and calls all.Sent when it holds no lock. The mu of the peer is held.
 func (l *partList) expand(m *van.Message) (items []*outgoing, all *van.AllSent, err error) {
 	done := m.Done
 	l.items, l.err = l.items[:0], nil
@@ -121,6 +123,7 @@ func (l *partList) expand(m *van.Message) (items []*outgoing, all *van.AllSent, 
 		}
 		l.peer.recycle(o)
 	}
+	clear(l.items)
 	all.Cancel()
 	return nil, nil, err
 }
