@@ -15,6 +15,8 @@ var (
 	errPeerBudget = errors.New("the bytes registered for this peer are as many as STEPAF_RDMA_PEER_BUDGET allows")
 	// errOverPeerBudget: the request alone exceeds a peer's share. It is refused.
 	errOverPeerBudget = errors.New("more than STEPAF_RDMA_PEER_BUDGET allows one peer")
+	// errOverTotalBudget: the request alone exceeds what all peers may have. It is refused.
+	errOverTotalBudget = errors.New("more than STEPAF_RDMA_BUDGET allows all peers")
 	// errTotalBudget: the shares of all peers together are used up. The request waits.
 	errTotalBudget = errors.New("the bytes registered for all peers are as many as STEPAF_RDMA_BUDGET allows")
 	// errStalled: the peer's messages wait for a slow handler, the node table does not name its process, or its earlier connection, on
@@ -42,6 +44,8 @@ func (in slotSet) withinBudget(s *slotRequest, need rendezvous.Need) error {
 	switch {
 	case perPeer > 0 && n > perPeer:
 		return fmt.Errorf("%d bytes are %w, %d", n, errOverPeerBudget, perPeer)
+	case total > 0 && n > total:
+		return fmt.Errorf("%d bytes are %w, %d", n, errOverTotalBudget, total)
 	case perPeer > 0 && in.slots.registeredBytes.Load()+n > perPeer:
 		in.order.overBudgetBy = in.slots.registeredBytes.Load() + n - perPeer
 		return fmt.Errorf("%w, %d: it has %d and asks for %d", errPeerBudget, perPeer, in.slots.registeredBytes.Load(), n)

@@ -237,6 +237,19 @@ func TestTotalBudget(t *testing.T) {
 	s.wantValue(7, value(3000, 7))
 }
 
+// TestMoreThanTotalBudget: a value that is longer than the total budget is refused, since its slot request would wait forever. Messages
+// after it are sent.
+func TestMoreThanTotalBudget(t *testing.T) {
+	r := newRig(t)
+	w, s := r.node(9), r.node(8, func(c *env.Config) { c.RDMABudget = 1 << 20 })
+	r.link(w, s)
+	w.must(push(s, 1, 1, value(2<<20, 1)))
+	w.wantChange("a message has failed", func(c change) bool { return !c.up && errors.Is(c.cause, van.ErrQueueFull) })
+	w.wantUp(s)
+	w.must(push(s, 1, 2, value(3000, 2)))
+	s.wantValue(2, value(3000, 2))
+}
+
 // All bytes registered for a peer are released with its last connection.
 func TestRegisteredBytesComeBack(t *testing.T) {
 	r := newRig(t)

@@ -106,7 +106,7 @@ func (in slotSet) grant(q *pendingRequest) error {
 		return nil
 	}
 	switch err := in.withinBudget(s, need); {
-	case errors.Is(err, errOverPeerBudget):
+	case errors.Is(err, errOverPeerBudget), errors.Is(err, errOverTotalBudget):
 		in.refuseOverBudget(q, err)
 		return nil
 	case err != nil:
