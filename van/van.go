@@ -91,7 +91,8 @@ type Invalidator interface {
 type Canceler interface {
 	// Cancel cancels the messages of these requests that have not left. After Cancel returns, the bytes of their
 	// frames belong to the caller, whether or not Done has been called. A receiver of this library gets a canceled
-	// message as it was sent, or not at all. A C++ StepMesh receiver may get what that memory holds later.
+	// message as it was sent, or not at all. A C++ StepMesh receiver, and over RDMA with STEPMESH_SPLIT_QP_LAG=1 any
+	// receiver, may get what that memory holds later.
 	Cancel(Requests)
 }
 
