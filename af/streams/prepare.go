@@ -323,7 +323,7 @@ func (x *Exchange) match() (bool, error) {
 }
 
 // sameOffers returns the names of a worker's offers with the keys of p, in call order: equal keys may be offered and
-// awaited more than once. mu is held.
+// awaited more than once. ends.mu is held.
 func (e *Ends) sameOffers(p *peer) (same []name) {
 	for k, n := range e.offers {
 		if k.worker == p.id && sameKeys(n.out, p.in) && sameKeys(n.in, p.out) {
@@ -393,7 +393,7 @@ func (x *Exchange) unmatched() string {
 }
 
 // await waits until done returns true; done is called with ends.mu held. It calls step before each call of done, at
-// the start and after each change of Ends. missing describes, for the error, the pending steps of the
+// the start and after each call of wake. missing describes, for the error, the pending steps of the
 // silent peers.
 func (x *Exchange) await(ctx context.Context, step func() error, done func() (bool, error), missing func() string) error {
 	e, begun := x.ends, clock.Now()

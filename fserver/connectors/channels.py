@@ -37,7 +37,7 @@ class Channel:
         self._rows, self._views = None, None
 
     def first(self, rows):
-        """Returns views of so many rows of inputs and output. The numbers of rows seldom change, and making views takes time."""
+        """Returns views of the first rows of inputs and output. The number of rows seldom changes, and making views takes time."""
         if rows != self._rows:
             self._rows, self._views = rows, ([t[:rows] for t in self.inputs], self.output[:rows])
         return self._views

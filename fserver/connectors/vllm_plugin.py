@@ -12,7 +12,7 @@ ASCEND = "afd_plugin.v1.worker.npu.ubatching"
 
 
 def register():
-    """Makes `"connector": "StepMeshAFDConnector"` valid in afd-plugin's configuration, and its failing import fast."""
+    """Makes `"connector": "StepMeshAFDConnector"` valid in afd-plugin's configuration. Without torch_npu, lets the import of ASCEND fail at once."""
     if importlib.util.find_spec("afd_plugin") is None:
         return
     from afd_plugin import config

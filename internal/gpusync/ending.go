@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// EndLimit is how long the streams of an ended exchange wait for a peer to confirm the end. closeLimit is the limit of
-// a node that ends, for this and for calls of the driver.
+// EndLimit is how long the streams of an ended exchange wait for a peer to confirm the end. closeLimit replaces it
+// while a node closes, and limits calls of the driver then.
 const (
 	EndLimit   = 10 * time.Second
 	closeLimit = time.Second
@@ -81,8 +81,8 @@ func (e *Ending) Await(ended, closing <-chan struct{}) (late int) {
 	}
 }
 
-// AwaitClose waits until done is closed, while a node ends. It returns false after closeLimit: a goroutine may wait for
-// the driver.
+// AwaitClose waits until done is closed, closeLimit at most. If it returns false, a goroutine may still be in the
+// driver.
 func AwaitClose(done <-chan struct{}) bool {
 	select {
 	case <-done:

@@ -60,7 +60,7 @@ func Choose(all []netip.Addr) (netip.Addr, error) {
 }
 
 // Resolve returns the address of a host. If host is a name, the name service lists its addresses, of which Choose
-// selects one: IPv4 addresses if network is ip4, both versions if it is ip. An address is returned as it is.
+// selects one: IPv4 addresses if network is ip4, both versions if it is ip. An address of either version is returned unmapped.
 func Resolve(ctx context.Context, network, host string) (netip.Addr, error) {
 	if a, err := netip.ParseAddr(host); err == nil {
 		return a.Unmap(), nil

@@ -32,7 +32,7 @@ PROGRAM = os.path.abspath(__file__)
 MISSING = 77
 VLLM = "0.26."
 NAMES = {"whole": None, "nccl": "P2pNcclAFDConnector", "repaired": "P2pNcclAFDConnector", "streams": "StepMeshAFDConnector", "messages": "StepMeshAFDConnector"}
-PLUGINS = {"whole": "", "nccl": "afd"}  # VLLM_PLUGINS; of the others "afd,stepaf"
+PLUGINS = {"whole": "", "nccl": "afd"}  # VLLM_PLUGINS; default: "afd,stepaf"
 HALF, DONE = "engines: half", "engines: done"  # lines of an attention rank that the parent waits for
 LAYERS, HIDDEN, EXPERTS, HEADS, VOCABULARY = 8, 2048, 16, 16, 4096
 PROMPT = 24  # tokens
@@ -290,7 +290,7 @@ class Engine:
         log = os.path.join(self.folder, "%s%d%s.log" % (role, rank, again))
         with open(log, "w") as f:
             process = subprocess.Popen([sys.executable, PROGRAM, "--child", json.dumps(spec)], env=env, stdout=f, stderr=subprocess.STDOUT,
-                                       stdin=subprocess.PIPE, start_new_session=True)  # it ends with this process
+                                       stdin=subprocess.PIPE, start_new_session=True)  # closed when this process ends
         process.log, process.name, process.result = log, "%s %d" % (role, rank), spec["result"]
         self.children.append(process)
         return process
@@ -333,7 +333,7 @@ class Engine:
         self.start("ffn", 0, "-again")
 
     def stop(self):
-        """Ends all processes: the attention ranks end by themselves, the FFN ranks' input ends a second later. After
+        """Ends all processes: the attention ranks end by themselves, and a second later the input of all ranks ends. After
         STOP seconds all get SIGKILL. Returns the names of those that did not end before."""
         end, hanging = time.monotonic() + STOP, []
         if self.ffn:
@@ -400,7 +400,7 @@ def answers(rounds):
 
 
 def measure(options, shape, entries):
-    """Runs the engines of a shape in turns. Returns a list of results for each engine that did not fail: one for each round."""
+    """Runs the engines of a shape in turns. Returns, for each engine that did not fail, its results of each round."""
     rounds = {name: [] for name in options.engines}
     for i in range(options.rounds):
         names = list(rounds)
@@ -426,7 +426,7 @@ def compare(options):
     """Runs all engines, prints the tables, and returns the exit status."""
     status, report = 0, []
     print("model: DeepSeek-V2, %d layers, hidden size %d, %d experts, random weights; %s new tokens, greedy, eager" % (options.layers, HIDDEN, EXPERTS, options.tokens))
-    print("over %s: ratio of the medians of a round: median, least and greatest of the rounds" % options.over)
+    print("over %s: ratio of medians within a round: median, minimum and maximum of the rounds" % options.over)
     form = "%-6s %-8s %6s %10s %10s %9s %-20s %s"
     print(form % ("shape", "engine", "rows", "median ms", "p99 ms", "tokens/s", "over " + options.over, "tokens"))
     for shape in options.shapes:
@@ -505,7 +505,7 @@ def gpus(text):
 
 
 def engines(text):
-    return _list(text, str, lambda names: set(names) <= set(NAMES) and len(set(names)) == len(names), "some of " + ",".join(NAMES))
+    return _list(text, str, lambda names: set(names) <= set(NAMES) and len(set(names)) == len(names), "different names of " + ",".join(NAMES))
 
 
 def extra(text):
@@ -522,7 +522,7 @@ def options(arguments):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--shapes", type=shapes, default=[(1, 1)], metavar="AxF,...", help="attention ranks x FFN ranks (1x1); ranks of different sides share GPUs if there are too few")
     p.add_argument("--engines", type=engines, default=list(NAMES), metavar="NAME,...", help="what to run, of %s (all)" % ", ".join(NAMES))
-    p.add_argument("--over", choices=list(NAMES), default="nccl", help="the engine that ratios are to (nccl)")
+    p.add_argument("--over", choices=list(NAMES), default="nccl", help="the engine that times are divided by (nccl)")
     p.add_argument("--gpus", type=gpus, default=[0, 1], metavar="N,...", help="GPUs: attention ranks first, then FFN ranks (0,1)")
     p.add_argument("--batches", type=counts, default=[1, 16, 64], metavar="N,...", help="prompts decoded at a time by an attention rank (1,16,64)")
     p.add_argument("--tokens", type=int, default=64, metavar="N", help="new tokens of an answer (64)")

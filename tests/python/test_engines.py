@@ -78,9 +78,9 @@ def test_help():
 
 @pytest.mark.parametrize("arguments, word", [
     ("--shapes 1", "--shapes: '1': want attention ranks x FFN ranks"), ("--shapes 1x0", "'1x0': want attention ranks"), ("--shapes 1x1x1", "'1x1x1': want"),
-    ("--shapes axb", "'axb': want"), ("--engines gloo", "--engines: 'gloo': want some of whole,nccl,repaired,streams,messages"), ("--over gloo", "--over: invalid choice: 'gloo'"), ("--gpus 0,0", "--gpus: '0,0': want different indices"),
+    ("--shapes axb", "'axb': want"), ("--engines gloo", "--engines: 'gloo': want different names of whole,nccl,repaired,streams,messages"), ("--over gloo", "--over: invalid choice: 'gloo'"), ("--gpus 0,0", "--gpus: '0,0': want different indices"),
     ("--gpus=-1", "--gpus: '-1': want"), ("--batches 0", "--batches: '0': want positive numbers"), ("--batches 1,", "'1,': want"),
-    ("--tokens 7", "--tokens: 7, want at least 8"), ("--tokens 1000", "--tokens: 1000, want at most 995"), ("--repeat 0", "--repeat: 0, want at least 1"), ("--rounds 0", "--rounds: 0, want at least 1"), ("--engines nccl,nccl", "'nccl,nccl': want some of"),
+    ("--tokens 7", "--tokens: 7, want at least 8"), ("--tokens 1000", "--tokens: 1000, want at most 995"), ("--repeat 0", "--repeat: 0, want at least 1"), ("--rounds 0", "--rounds: 0, want at least 1"), ("--engines nccl,nccl", "'nccl,nccl': want different names of"),
     ("--layers 1", "--layers: 1, want at least 2"), ("--limit 0", "--limit: 0, want at least 1"), ("--extra [1]", "--extra: '[1]': want a JSON object"),
     ("--extra {", "--extra: '{': want a JSON object"), ("more", "unrecognized arguments: more"),
 ])

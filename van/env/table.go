@@ -274,7 +274,7 @@ var table = []variable{
 	}, {
 		name: "STEPAF_RDMA_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "16G", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.RDMABudget },
-		help:    "The same for all peers together. At the limit, a peer's request waits for unused slots of others; one above it is refused.",
+		help:    "The same for all peers together. At the limit, a peer's request waits for unused slots of others; a larger request is refused.",
 		differs: "New.",
 	},
 
@@ -330,7 +330,7 @@ var table = []variable{
 		help:  "B in the formula below. Give two processes on one GPU different values.",
 	}, {
 		name: "STEPAF_BUSY_POLL_ENABLE", topic: devices, kind: Switch, readers: "all",
-		defNote: "spin, then sleep: shared memory and GPUs 50 µs, with 8 processors or more 250 µs; zmq 400 µs; ibverbs 1 ms",
+		defNote: "spin, then sleep: shared memory and GPUs 50 µs, with 8 processors or more 250 µs; zmq (ZeroMQ, TCP) 400 µs; ibverbs 1 ms",
 		field:   func(c *Config) any { return &c.BusyPoll },
 		help:    "1: waiting threads spin forever. 0: they sleep at once.",
 		differs: "Unset: spin, then sleep; no spinning for up to a second while other programs keep the cores busy (not with ibverbs).",

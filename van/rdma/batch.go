@@ -79,7 +79,7 @@ func (o *outgoing) message() (*van.Message, error) {
 	return m, nil
 }
 
-// writes returns the number of work requests of o on one queue pair. conn.SendQueue reserves enough for other messages.
+// writes returns the number of work requests of o on one queue pair.
 func (o *outgoing) writes() int {
 	n := 1
 	for i := range o.parts {

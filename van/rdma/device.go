@@ -37,7 +37,7 @@ type device struct {
 	deferredQueues []*peerQueue          // queues that have deferred messages
 	trailer        trailer               // of the message that is being decoded
 	sleepTime      time.Duration
-	now            uint64 // time of the last poll. Times that were noted since then can be later: differences are signed
+	now            uint64 // time of the last poll; other times may be later
 
 	// Due queues: of connections with credits to send or messages that wait, of connections whose peers' slot requests wait, and of
 	// idle connections to probe.

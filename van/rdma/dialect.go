@@ -34,7 +34,7 @@ type outboundDialect interface {
 
 // inboundDialect is how slots are granted, and messages read, on a connection that a peer has opened. The feed is held.
 type inboundDialect interface {
-	// need checks a slot request and returns what it asks for, without memory for a value if this node receives none there.
+	// need checks a slot request and returns what it asks for. Data is 0 if this node receives no value there.
 	need(s *slotRequest) (rendezvous.Need, error)
 	// refuse tells the peer that there is no slot, if the protocol can say so.
 	refuse(origin uint64, flags uint32, why error)

@@ -15,7 +15,7 @@ func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte
 	batch := m.IsBatch()
 	switch {
 	case t.metaLen == 0 && (batch || t.frames > 0), batch && t.frames > 0:
-		return &van.FieldError{Field: "trailer", Value: fmt.Sprintf("%d frames, %d bytes of meta", t.frames, t.metaLen), Want: "no frames of a batch, and a length if there are values"}
+		return &van.FieldError{Field: "trailer", Value: fmt.Sprintf("%d frames, %d bytes of meta", t.frames, t.metaLen), Want: "0 frames in a batch, and bytes of meta if values follow"}
 	case t.metaLen == 0:
 		return nil
 	case batch:
@@ -80,7 +80,7 @@ func (d nativeIn) values(rx *received, l *receiveSlot, behind []byte) error {
 			x.Vals, err = d.announced(x.Key, x.Len, at.addr)
 			x.Placed = true
 		case at.where != valueInPlace || x.Push: // no request names a destination for a frame of an answer
-			err = &van.FieldError{Field: fmt.Sprintf("placement of key %d", x.Key), Value: at.where, Want: "0 or 1, or 2 of a push or of the answer to a pull"}
+			err = &van.FieldError{Field: fmt.Sprintf("placement of key %d", x.Key), Value: at.where, Want: "0 or 1; 2 only in pushes and answers to pulls"}
 		}
 		if err != nil {
 			return err

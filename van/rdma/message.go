@@ -34,7 +34,7 @@ type outgoing struct {
 	key           uint64
 	id            requestID
 	canceled      bool // the memory of the values belongs to the caller again
-	invalidated   bool // a pull: no caller waits for an answer any more
+	invalidated   bool // the destination of a pull belongs to the caller again
 	setsSize      bool // the first request of its key to a StepMesh node
 
 	parts    []outPart // the values
@@ -72,7 +72,7 @@ type outPart struct {
 }
 
 const (
-	// stageEach is the staging memory of a message. It holds the meta, up to metaRoom bytes, and a copied value.
+	// stageEach is the staging memory of a message. It holds the meta; for a StepMesh node up to metaRoom bytes, and then a copied value.
 	stageEach = conn.CellSize
 	metaRoom  = 512
 	// inlineValue is the length of the longest inline value. A longer one costs less as a write of its own than as a copy.

@@ -82,7 +82,7 @@ func (d *nativeOut) handleReply(snd *rendezvous.Sender[*outgoing], r *slotReply)
 	case !dropped:
 		return nil, nil, true
 	case r.flags&replyBudget != 0:
-		return o, fmt.Errorf("%w: %d bytes, with what it has registered for this node, are more than STEPAF_RDMA_PEER_BUDGET of the peer allows", van.ErrQueueFull, need.Data), true
+		return o, fmt.Errorf("%w: %d bytes, with what it has registered, are more than STEPAF_RDMA_PEER_BUDGET or STEPAF_RDMA_BUDGET of the peer allows", van.ErrQueueFull, need.Data), true
 	}
 	return o, fmt.Errorf("the peer has no memory for %d bytes", need.Data), true
 }

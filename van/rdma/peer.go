@@ -84,7 +84,7 @@ type link struct {
 	maxBatch    int    // bytes of the longest batch for which the peer may have memory; 0: it has refused none
 	seq         uint64 // number of numbered control messages so far
 	failed      chan error
-	carried     []carriedCredits // by record of queue
+	carried     []carriedCredits // indexed by record of queue
 	uncertain   []*inbound       // connections whose credits may have been lost with this link
 	once        sync.Once
 }

@@ -31,8 +31,8 @@ func (p *peer) handleSlotReply(l *link, r *slotReply) bool {
 // openPulls is the view of a peer on its pull requests that have not been answered.
 type openPulls struct{ *peer }
 
-// take removes pull k. It returns the destination if addr and n are its address and length. If value, that of the answer, has that length,
-// it is copied there. p.mu is held, also during the copy: after it, Invalidate may have given the memory back to the caller.
+// take removes pull k. It returns the destination if addr and n are its address and length. If value, the answer's, has n bytes, it is
+// copied there. p.mu is held, also during the copy: later, Invalidate may have given the memory back to the caller.
 func (p openPulls) take(k pullKey, addr uint64, n int, value []byte) (mem backend.Mem, copied bool) {
 	x, ok := p.pulls[k]
 	if !ok {

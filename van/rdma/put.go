@@ -278,8 +278,8 @@ func (p *peer) returnSlots() {
 	}
 }
 
-// addParts adds the writes of o's values. It writes the placements and the inline values to b. If b is nil, the peer is a StepMesh node: a
-// copied value is then written from stage.
+// addParts adds the writes of o's values. It writes the placements and the inline values to b, nil if there are none. A copied value
+// for a StepMesh node is written from stage.
 func (l *link) addParts(id uint32, o *outgoing, at *rendezvous.RemoteSlot, b, stage []byte, split bool) {
 	regions := l.queue.Record(id).Regions
 	last := -1 // the last value that is split

@@ -65,7 +65,7 @@ func (d *device) handleNotification(in *inbound, c *verbs.Completion) {
 		in.malformed(&van.FieldError{Field: "slot", Value: c.Imm, Want: "one granted on this connection"})
 		return
 	}
-	ok, over := l.Hold() // for the message if its values are in the slot, otherwise until it is decoded
+	ok, over := l.Hold() // released below, unless the message has values in the slot
 	if !ok {
 		return // the connection has ended
 	}
@@ -132,8 +132,8 @@ func (d *device) dropIncomplete(in *inbound) {
 	}
 }
 
-// decode decodes the message of n bytes that was written to l, to which the caller holds a reference. It passes that on to a message with
-// values in l. over says that an earlier message is still in l. A nil message with a nil error is one to be dropped silently.
+// decode decodes the message of n bytes that was written to l, to which the caller holds a reference. A message with values in l takes it
+// over. over says that an earlier message is still in l. A nil message with a nil error is one to be dropped silently.
 func (d *device) decode(in *inbound, l *receiveSlot, n int, over bool) (*received, error) {
 	mem := l.Memory.meta.Mem
 	if n < rawMeta || n > len(mem) {
@@ -141,7 +141,7 @@ func (d *device) decode(in *inbound, l *receiveSlot, n int, over bool) (*receive
 	}
 	t := &d.trailer
 	*t = trailer{}
-	b, behind, err := in.dialect.splitMeta(mem[:n:n], t) // behind: the inline frames, if any
+	b, behind, err := in.dialect.splitMeta(mem[:n:n], t) // behind: placements and inline values
 	if err != nil {
 		return nil, err
 	}

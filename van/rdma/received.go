@@ -30,7 +30,7 @@ func (rx *received) usesControlQueue() bool { return rx.msg.IsControl() || rx.ms
 // maxKeptCopies is the capacity of copies that a pooled message keeps.
 const maxKeptCopies = 64 << 10
 
-// copyFrame returns a copy of b, a frame of keys or lengths. The copies of a message need most bytes.
+// copyFrame returns a copy of b, a frame of keys or lengths. most is the length of all copies of a message.
 func (rx *received) copyFrame(b []byte, most int) backend.Mem {
 	from := aligned(len(rx.copies))
 	if cap(rx.copies) < most { // large enough for both frames: the first must not move

@@ -93,7 +93,7 @@ func (v *node) misread(h *handshake, peer int) string {
 	if !h.otherVersion || v.local.self.Role == van.Scheduler || peer == van.SchedulerID {
 		return ""
 	}
-	return fmt.Sprintf("the protocol between nodes has another version than %d here; run one release on all nodes", van.ExtensionVersion)
+	return fmt.Sprintf("its version of the protocol between nodes is not %d, as here; run one release on all nodes", van.ExtensionVersion)
 }
 
 // name returns the node's name and address.

@@ -66,7 +66,7 @@ type remoteSlots struct {
 	freedByAnswer bool
 
 	routes   map[Route]*route
-	last     *route // of routes: the last one from which a slot was taken
+	last     *route // the route of the last call of take, or nil
 	granted  map[uint32]*RemoteSlot
 	requests map[uint64]*request
 	freed    bool // a slot has become free since Next

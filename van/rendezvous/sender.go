@@ -47,7 +47,7 @@ type Sender[T any] struct {
 type outQueue[T any] struct {
 	q      fifo.Queue[waitingItem[T]]
 	head   uint64 // number of q's first entry
-	ticked uint64 // head+1 at the last Tick; 0: q was empty
+	ticked uint64 // head+1 at an earlier Tick; 0: none
 	// changed is set when q's first entry may be put, or may need a slot request.
 	changed bool
 	// scanned is the number of the first entry that may not have been considered for a slot

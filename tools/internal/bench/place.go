@@ -83,7 +83,7 @@ func pair(text string) ([]int, error) {
 	return []int{int(a), int(b)}, nil
 }
 
-// deviceOf returns the value of --device of a run that uses gpus, or host memory if they are nil.
+// deviceOf returns the --device of a run on gpus; nil: host memory.
 func deviceOf(gpus []int) string {
 	if gpus == nil {
 		return cpu

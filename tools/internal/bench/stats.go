@@ -18,7 +18,7 @@ type tail struct {
 	Max float64 `json:"max_us"`
 }
 
-// quantiles are those of a set of durations, in microseconds.
+// quantiles are the tail and the mean of a set of durations, in microseconds.
 type quantiles struct {
 	tail
 	Mean float64 `json:"mean_us"`

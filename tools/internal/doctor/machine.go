@@ -96,7 +96,7 @@ func libzmq() string {
 	return fmt.Sprintf("%d.%d.%d", major, minor, patch)
 }
 
-// Resolve returns the IPv4 address of a host name, from this host's name service, and any address as it is.
+// Resolve returns the IPv4 address of a host name, from this host's name service, and any address unmapped.
 func Resolve(ctx context.Context, host string) (netip.Addr, error) {
 	return hostaddr.Resolve(ctx, "ip4", host)
 }

@@ -30,7 +30,7 @@ type Machine struct {
 	RDMABuild bool // this build has the ibverbs transport
 	Cores     int  // of the machine
 
-	// Resolve returns the IPv4 address of a host name, and any address as it is.
+	// Resolve returns the IPv4 address of a host name, and any address unmapped.
 	Resolve func(ctx context.Context, host string) (netip.Addr, error)
 	// Free returns the reason why a node cannot listen at a port of an address of this machine, or nil.
 	Free func(host string, port int) error

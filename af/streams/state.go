@@ -41,7 +41,7 @@ type name struct {
 	id     uint64
 }
 
-// start runs f on a goroutine of its own, and returns true, unless all exchanges have ended.
+// start runs f on a goroutine of its own, and returns true, unless stop has been called.
 func (e *Ends) start(f func()) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -52,13 +52,13 @@ func (e *Ends) start(f func()) bool {
 	return true
 }
 
-// wake wakes all calls of Prepare. mu is held.
+// wake wakes all calls of Prepare. ends.mu is held.
 func (e *Ends) wake() {
 	close(e.changed)
 	e.changed = make(chan struct{})
 }
 
-// remove removes the names of an exchange; later messages about it are ignored. mu is held.
+// remove removes the names of an exchange; later messages about it are ignored. ends.mu is held.
 func (e *Ends) remove(names []name) {
 	for _, n := range names {
 		delete(e.all, n)
@@ -88,7 +88,7 @@ func (e *Ends) send(id int, n *note) error {
 // maxOffers is the maximum number of a worker's offers that a server has not matched.
 const maxOffers = 64
 
-// offered stores an offer. mu is held.
+// offered stores an offer. ends.mu is held.
 func (e *Ends) offered(of name, n *note) error {
 	if e.all[of] != nil || e.offers[of] != nil {
 		return fmt.Errorf("%w: exchange %d was offered before", van.ErrMalformed, of.id)
