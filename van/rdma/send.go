@@ -162,7 +162,8 @@ func whyRefused(p *peer, msg *van.Message) error {
 	return nil
 }
 
-// queue sends msg if it has a slot, and otherwise passes it to the rendezvous. If its values have been copied, done is the message's Done. p.mu is held.
+// queue sends msg if it has a slot, and otherwise passes it to the rendezvous. If its values have been copied, done is the message's
+// Done. p.mu is held.
 func (p *peer) queue(msg *van.Message) (done van.Completion, err error) {
 	o, done, err := outgoingFor(p, msg)
 	if err != nil {
