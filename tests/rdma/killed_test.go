@@ -60,11 +60,11 @@ func TestServerKilled(t *testing.T) {
 	for _, x := range []*client{all[0], all[2]} {
 		stops = append(stops, nodetest.Repeat(t, x.Name(), func(i int) error { return x.mixed(t.Context(), i) }))
 	}
-	a, b := traffic(t, all[1]), traffic(t, all[3])
+	a, b := traffic(t, all[1]), traffic(t, all[3]) // a call fails in its send if the connection has just broken
 	killed := time.Now()
 	c.child("server", 3).Kill()
-	lost(t, a, killed, all[1].Name(), "push_pull with server 3", "at "+c.hosts[0])
-	lost(t, b, killed, all[3].Name(), "push_pull with server 3")
+	lost(t, a, killed, all[1].Name(), "with server 3", "at "+c.hosts[0])
+	lost(t, b, killed, all[3].Name(), "with server 3")
 	vantest.Fails(t, all[1].mixed(t.Context(), 0), van.ErrPeerLost, "server 3")
 
 	var next *nodetest.Process
