@@ -13,8 +13,8 @@ import torch
 
 import fserver_lib as f
 
-# Micro-batches whose receives a CPU queues before the device has done the first. A CPU that waits earlier launches kernels too late. CUDA queues
-# about 1,024 kernels for a stream, which must hold those of so many layers.
+# Micro-batches whose receives a CPU queues before the device has done the first. A CPU that waits earlier launches kernels too late. The
+# device's queue, which is limited, must hold the kernels of so many layers.
 AHEAD = 4
 
 

@@ -242,6 +242,6 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 }
 
 // minSpin is the least time to spin if the spinning goroutine is not the one that sleeps. Ending such a spin costs two
-// wake-ups: the goroutine wakes another one, which sleeps and wakes it when a message arrives. It is longer than the time
-// until the answer to 1 MB begins over TCP on a machine with 2 cores, 300 us.
+// wake-ups: the goroutine wakes another one, which sleeps and wakes it when a message arrives. minSpin is longer than
+// the time until the answer to 1 MB begins over TCP on a machine with 2 cores, 300 us.
 const minSpin = 400 * time.Microsecond
