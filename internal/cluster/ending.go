@@ -101,12 +101,12 @@ func (n *Node) startEnding(call string) {
 	}
 }
 
-// stopEnding records that the program no longer waits. If err is not nil and the node can be used, the program
-// continues.
+// stopEnding records that the program no longer waits. If err is not nil and the node can be used and is not being
+// closed, the program continues.
 func (n *Node) stopEnding(err error) {
 	n.ending.mu.Lock()
 	told, call := n.ending.stopRepeat, n.ending.call
-	continues := call != "" && err != nil && n.lifetime.Alive() == nil
+	continues := call != "" && err != nil && n.lifetime.Alive() == nil && !n.lifetime.isClosing()
 	if continues {
 		n.ending.call = ""
 	}

@@ -36,6 +36,16 @@ func (n *lifetime) Alive() error {
 	}
 }
 
+// isClosing reports whether Close has been called. The node can be used a little longer.
+func (n *lifetime) isClosing() bool {
+	select {
+	case <-n.closing:
+		return true
+	default:
+		return false
+	}
+}
+
 // end makes the node unusable, with err as the reason. It returns false if the node was unusable before. control.mu
 // is held.
 func (n *lifetime) end(err error) bool {
