@@ -56,8 +56,9 @@ func (n *Node) OnPeer(f func(id NodeID, up bool, cause error)) (stop func()) {
 	return n.core().OnPeer(func(id int, up bool, cause error) { f(NodeID(id), up, cause) })
 }
 
-// PathTo returns how data goes to a peer: over which transport, or through shared memory.
-func (n *Node) PathTo(id NodeID) Path { return van.PathTo(n.core().Van(), int(id)) }
+// PathTo returns how data goes to a peer: over which transport, or through shared memory. If that is not chosen yet, PathTo
+// chooses it now, as the first tensor would. Stats shows paths without choosing any, and with reasons.
+func (n *Node) PathTo(id NodeID) Path { return van.PathTo(n.core().Van(), int(id), false) }
 
 // Path is how data goes to one peer.
 type Path = van.Path

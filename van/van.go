@@ -192,8 +192,11 @@ type HostChooser interface {
 
 // Path is the route of data to one peer.
 type Path struct {
-	// Over is the carrier: a transport, or "shared memory".
+	// Over is the carrier: a transport, or "shared memory". "" means that there is none, or that it is not chosen yet.
 	Over string
+	// Why says why there is no carrier, or why data does not go over a preferred one. If Over is the preferred carrier of
+	// those that are switched on, and if the reason is not known, Why is "".
+	Why string
 	// Device says that values on the node's device are sent directly. On other paths they
 	// are copied to the host first.
 	Device bool
@@ -203,16 +206,32 @@ type Path struct {
 // by transports that send values on a device directly.
 type PathChooser interface {
 	// PathTo returns the path to peer id. While the path is undecided, PathTo waits, as Send
-	// does. Without a connection to id, it returns the usual path.
-	PathTo(id int) Path
+	// does; with now it returns at once, chooses nothing, and sets Why. Without a connection to id, it returns the usual path.
+	PathTo(id int, now bool) Path
 }
 
-// PathTo returns the route of data from v to peer id.
-func PathTo(v Van, id int) Path {
+// PathTo returns the route of data from v to peer id, as PathChooser does.
+func PathTo(v Van, id int, now bool) Path {
 	if c, ok := As[PathChooser](v); ok {
-		return c.PathTo(id)
+		return c.PathTo(id, now)
 	}
 	return Path{Over: v.Type()}
+}
+
+// Undecided is a path that is chosen when data is first sent there.
+func Undecided() Path { return Path{Why: "no data has been sent there"} }
+
+// Not returns p with the reason why data does not go over a preferred carrier; "" if it is not known.
+func (p Path) Not(carrier, why string) Path {
+	if why == "" {
+		return p
+	}
+	why = "not over " + carrier + ": " + why
+	if p.Why != "" {
+		why += "; " + p.Why
+	}
+	p.Why = why
+	return p
 }
 
 // Wrapper is implemented by vans that wrap another van.

@@ -311,6 +311,23 @@
 	"Raises ValueError (a handler that is unknown or too old), Error (not a worker, before\n" \
 	"init())."
 
+#define DOC_STATS \
+	"stats($module, /)\n--\n\n" \
+	"A snapshot of this node, for logs and monitoring: a dict of ints, floats and texts.\n" \
+	"\n" \
+	"  id, node  the id and the name of this node\n" \
+	"  peers     for each other node: id; node, its name; path, how data goes there: \"shared\n" \
+	"            memory\", \"tcp\", \"zmq\", \"ibverbs\", or \"\" for none; why, the reason why there is none\n" \
+	"            or why it is not a faster one, or \"\"; lost, the reason why the node is lost, or\n" \
+	"            None; silent_s, the seconds since its last heartbeat, on nodes that receive them\n" \
+	"  apps      for each application: app_id, customer_id; in_flight, its requests without an\n" \
+	"            answer; accepted, requests of others that it has not answered; handlers\n" \
+	"  counters  messages, bytes and refusals since init(); those of all transports together\n" \
+	"            are in transport\n" \
+	"\n" \
+	"It opens no connection. Once a second is often enough. Raises Error before init() and after\n" \
+	"stop()."
+
 #define DOC_GET_NANOSECOND \
 	"get_nanosecond($module, /)\n--\n\n" \
 	"The clock of the traces: an int in nanoseconds since this host's boot, monotonic.\n" \

@@ -221,6 +221,19 @@ func sf_trace(handler C.int64_t, out *C.uint64_t, e *C.sf_error) C.int {
 	})
 }
 
+// sf_stats returns the snapshot as JSON, which the caller frees.
+//
+//export sf_stats
+func sf_stats(text **C.char, e *C.sf_error) C.int {
+	return with(e, func(s *core.Session) error {
+		b, err := core.Stats(s)
+		if err == nil {
+			*text = C.CString(strings.ToValidUTF8(string(b), "?"))
+		}
+		return err
+	})
+}
+
 //export sf_now
 func sf_now() C.uint64_t { return C.uint64_t(core.Nanosecond()) }
 

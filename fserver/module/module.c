@@ -228,6 +228,22 @@ static PyObject *py_fetch_trace(PyObject *self, PyObject *arg) {
   return list;
 }
 
+static PyObject *py_stats(PyObject *self, PyObject *noargs) {
+  char *text = NULL;
+  sf_error e = {0, NULL};
+  (void)self;
+  (void)noargs;
+  if (sf_enter() < 0) return NULL;
+  int rc;
+  Py_BEGIN_ALLOW_THREADS rc = sf_stats(&text, &e);
+  Py_END_ALLOW_THREADS if (rc != SF_DONE) return sf_raise(&e);
+  PyObject *json = PyImport_ImportModule("json");
+  PyObject *stats = json == NULL ? NULL : PyObject_CallMethod(json, "loads", "s", text);
+  Py_XDECREF(json);
+  free(text);
+  return stats;
+}
+
 static PyObject *py_get_nanosecond(PyObject *self, PyObject *noargs) {
   (void)self;
   (void)noargs;
@@ -528,6 +544,7 @@ static PyMethodDef methods[] = {
     {"fileno", KEYWORDS(py_fileno), DOC_FILENO},
     {"get_all_handlers", py_get_all_handlers, METH_O, DOC_GET_ALL_HANDLERS},
     {"fetch_trace", py_fetch_trace, METH_O, DOC_FETCH_TRACE},
+    {"stats", py_stats, METH_NOARGS, DOC_STATS},
     {"get_nanosecond", py_get_nanosecond, METH_NOARGS, DOC_GET_NANOSECOND},
     {"get_batch", KEYWORDS(py_get_batch), DOC_GET_BATCH},
     {"respond", KEYWORDS(py_respond), DOC_RESPOND},

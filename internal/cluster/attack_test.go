@@ -407,7 +407,7 @@ func replacementInACrowd(t *testing.T, secret env.Secret) {
 	if err != nil || string(pull) != "value" {
 		t.Fatalf("the server answers %q, %v", pull, err)
 	}
-	if path := van.PathTo(core(n).Van(), 8); path.Over != "tcp" {
+	if path := van.PathTo(core(n).Van(), 8, false); path.Over != "tcp" {
 		t.Errorf("data goes over %s", path.Over)
 	}
 	t.Logf("a replacement has joined and has exchanged data among %d idle connections within %s", len(idle), time.Since(start).Round(time.Millisecond))

@@ -30,7 +30,7 @@ func TestTLS(t *testing.T) {
 		}
 	}
 	for i, w := range c.Workers {
-		if path := van.PathTo((*cluster.Node)(w).Van(), van.ServerID(i)).Over; path != "tcp" {
+		if path := van.PathTo((*cluster.Node)(w).Van(), van.ServerID(i), false).Over; path != "tcp" {
 			t.Errorf("data of %s goes over %s, want tcp", w.Name(), path)
 		}
 	}

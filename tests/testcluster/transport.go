@@ -74,7 +74,7 @@ func (x Transport) environ() []string {
 
 // SharesMemory tells whether data goes from n to node id through shared memory.
 func SharesMemory(n *postoffice.Node, id int) bool {
-	return van.PathTo((*cluster.Node)(n).Van(), id).Over == local.SharedMemory
+	return van.PathTo((*cluster.Node)(n).Van(), id, false).Over == local.SharedMemory
 }
 
 // Stats are the counters of n's transports.

@@ -53,11 +53,11 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 		}
 		p.mu.Unlock()
 	} else {
+		if on {
+			n.why = v.dialer.whyNot(id, &t, offers)
+		}
 		p.mu.Unlock()
 		p.settle(n)
-		if on {
-			v.dialer.sayWhyNot(id, &t, offers)
-		}
 	}
 	if old != nil {
 		p.end(old)

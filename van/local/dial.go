@@ -42,14 +42,23 @@ func (d *dialer) link(n *outPeer) {
 	id := n.id
 	d.peers.mu.Unlock()
 	l, err := d.dial(d.peers.ctx, id, &n.token, false)
-	switch {
-	case err == nil:
+	if err == nil {
 		d.add(n, l)
-	case d.peers.ctx.Err() == nil && d.retry.First(id, err):
+		return
+	}
+	d.failed(n, err)
+	if d.peers.ctx.Err() == nil && d.retry.First(id, err) {
 		d.peers.mu.Lock()
 		d.later(n)
 		d.peers.mu.Unlock()
 	}
+}
+
+// failed records why there is no link to n.
+func (d *dialer) failed(n *outPeer, err error) {
+	d.peers.mu.Lock()
+	defer d.peers.mu.Unlock()
+	n.why = err.Error()
 }
 
 // hopeless reports whether a link that failed with err will never be made.
@@ -67,13 +76,14 @@ func (d *dialer) letRead() {
 	}
 }
 
-// sayWhyNot logs why a peer has no link.
-func (d *dialer) sayWhyNot(id int, t *token, offers bool) {
+// whyNot returns, and logs, why a peer has no link.
+func (d *dialer) whyNot(id int, t *token, offers bool) string {
 	why := "it does not offer it: it is a C++ node, or has BYTEPS_ENABLE_IPC=0"
 	if offers {
 		why = d.self.token.reach(t)
 	}
 	d.log.Info("no shared memory with a peer", "peer", van.NodeName(id), "why", why)
+	return why
 }
 
 // dial makes the link to the node that t names. behind means that earlier data to that node was sent over the van inside.
@@ -303,6 +313,9 @@ func (d *dialer) lost(n *outPeer, l *outLink) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link(id) == l {
+		if n.why = errLinkBroke.Error(); err != nil {
+			n.why = err.Error()
+		}
 		if retries {
 			d.later(n)
 		}

@@ -23,7 +23,7 @@ func Endpoint(local []byte) []byte {
 func (v *Van) Linked(id int) bool { return v.peers.settledLink(id) != nil }
 
 // TakesDevice reports whether values on the node's device go there as they are.
-func (v *Van) TakesDevice(id int) bool { return v.Linked(id) && v.PathTo(id).Device }
+func (v *Van) TakesDevice(id int) bool { return v.Linked(id) && v.PathTo(id, false).Device }
 
 // logTo makes v log to log.
 func (v *Van) logTo(log *slog.Logger) {

@@ -24,6 +24,7 @@ type outPeer struct {
 	incarnation  uint32        // 0: unknown
 	admitted     bool          // it replaces no other process, or Admit was called
 	insideLosses uint64        // how often the van inside has lost the peer; peers.mu guards it
+	why          string        // why there is no link, "" if it is not known; peers.mu guards it
 	tries        int           // attempts to replace a broken link
 	down         bool          // its loss was reported to losses; losses.mu guards it
 	lost         bool          // the watcher knows it as lost, or will; losses.mu guards it
@@ -55,7 +56,8 @@ type peers struct {
 
 	mu       sync.Mutex // guards changes of the fields above, and all fields below
 	closed   bool
-	used     bool // this node has data to send, so it makes links
+	used     bool   // this node has data to send, so it makes links
+	none     string // why this node makes no links; "" if it does
 	nodes    map[int]*outPeer
 	senders  map[int]*inPeer
 	draining map[int]chan struct{} // closed when the sent messages are delivered
@@ -138,6 +140,22 @@ func (p *peers) unmakeLocked(n *outPeer) {
 	if n != nil && n.make != nil {
 		n.make = nil
 		p.settle(n)
+	}
+}
+
+// whyNot returns why there is no link to peer id, and whether that is settled.
+func (p *peers) whyNot(id int) (why string, settled bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	n := p.nodes[id]
+	if n == nil || p.none != "" {
+		return p.none, true
+	}
+	select {
+	case <-n.settled:
+		return n.why, true
+	default:
+		return "", false
 	}
 }
 

@@ -99,6 +99,7 @@ func (d *dialer) retryLink(n *outPeer, x *inside) {
 		p.mu.Unlock()
 		l, err := d.dial(p.ctx, id, &n.token, true)
 		if err != nil {
+			d.failed(n, err)
 			return err
 		}
 		err = failback.Change(&x.RWMutex, d.inner, id, markOf(l.number), func() error {

@@ -2,6 +2,7 @@ package local
 
 import (
 	"errors"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -87,10 +88,16 @@ func TestLinkLater(t *testing.T) {
 			}
 			send(10)
 			<-held
+			if path := van.PathTo(worker, 8, true); path.Over == SharedMemory || !strings.HasPrefix(path.Why, "not over shared memory: ") {
+				t.Errorf("the path is %+v, want another one, and why", path)
+			}
 			remove()
 			// The link is made while the messages before it wait for the application.
 			eventually(t, "the link is made", func() bool { return worker.peers.link(8) != nil })
 			worker.says("from now on, no longer over")
+			if path := van.PathTo(worker, 8, true); path != (van.Path{Over: SharedMemory}) {
+				t.Errorf("the path is %+v, want shared memory", path)
+			}
 			before := worker.stats.sentN.Load()
 			send(10)
 			if got := worker.stats.sentN.Load() - before; got != 10 {

@@ -77,7 +77,7 @@ func New(in van.Van, o van.Options) *Van {
 	v.rx.self, v.rx.log, v.rx.stats, v.rx.copies, v.rx.dests, v.rx.dropTime = &v.own, v.log, &v.stats, &v.copies, v.dests, dropTime
 	v.tx = outCommon{log: v.log, stats: &v.stats, copies: &v.copies, budget: int64(o.Config.SendBudget), memory: newRingMemory(v.log, o.Config), roomTimeout: roomTimeout}
 	v.receiver = receiver{self: &v.own, in: &v.rx, peers: v.peers, log: v.log, maxSleep: maxSleep}
-	over := func() string { return van.PathTo(in, van.Empty).Over }
+	over := func() string { return van.PathTo(in, van.Empty, true).Over }
 	v.dialer.self, v.dialer.peers, v.dialer.out, v.dialer.log, v.dialer.over, v.dialer.readers = &v.own, v.peers, &v.tx, v.log, over, admitReaders
 	v.dialer.inner, v.dialer.later, v.dialer.retry = in, v.dialer.laterLocked, failback.Retry{Log: v.log, Path: "through shared memory", Inside: over, Pause: failback.FirstPause, Hopeless: hopeless}
 	v.acceptor = acceptor{self: &v.own, peers: v.peers, in: &v.rx, log: v.log, conns: map[*net.UnixConn]bool{}}
@@ -115,7 +115,7 @@ func (v *Van) Bind(ctx context.Context, self van.Node) (int, error) {
 		return port, nil
 	}
 	if err := v.open(); err != nil {
-		v.off = true
+		v.off, v.peers.none = true, err.Error()
 		v.log.Warn("no data goes through shared memory", "err", err)
 	}
 	return port, nil
@@ -339,11 +339,23 @@ const SharedMemory = "shared memory"
 
 // PathTo implements van.PathChooser. Send refuses a value on the device that cannot be exported to other
 // processes with backend.ErrNotExportable, even if Device is set.
-func (v *Van) PathTo(id int) van.Path {
-	if l := v.peers.settledLink(id); l != nil {
+func (v *Van) PathTo(id int, now bool) van.Path {
+	l := v.peers.link(id)
+	if l == nil && !now {
+		l = v.peers.settledLink(id)
+	}
+	if l != nil {
 		return van.Path{Over: SharedMemory, Device: l.device}
 	}
-	return van.PathTo(v.inner, id)
+	inside := van.PathTo(v.inner, id, now)
+	if !now {
+		return inside
+	}
+	why, settled := v.peers.whyNot(id)
+	if !settled {
+		return van.Undecided()
+	}
+	return inside.Not(SharedMemory, why)
 }
 
 // Stats implements van.Meter. The counters include messages over the van inside.

@@ -90,7 +90,7 @@ type owner interface {
 }
 
 // PathTo implements van.PathChooser: values in device memory are sent from there, to every peer.
-func (v *node) PathTo(int) van.Path { return van.Path{Over: "ibverbs", Device: true} }
+func (v *node) PathTo(int, bool) van.Path { return van.Path{Over: "ibverbs", Device: true} }
 
 // newHandshake returns this node's handshake.
 func (v *node) newHandshake(epoch uint32) handshake {

@@ -123,7 +123,7 @@ func Configured(o van.Options, role van.Role) (van.Van, error) {
 func staged(v van.Van, o van.Options) van.Van {
 	so := stage.Options{Backend: o.Backend, Log: o.Log}
 	if c, ok := van.As[van.PathChooser](v); ok {
-		so.Direct = func(peer int) bool { return c.PathTo(peer).Device }
+		so.Direct = func(peer int) bool { return c.PathTo(peer, false).Device }
 	}
 	if _, several := v.(van.Wrapper); !several && so.Direct != nil && so.Direct(van.Empty) {
 		return v // the only transport carries device values to every peer

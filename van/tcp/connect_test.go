@@ -160,6 +160,9 @@ func TestNoDataPort(t *testing.T) {
 			}
 			worker.connect(server)
 			server.connect(worker)
+			if path := van.PathTo(worker, 8, true); path != van.Undecided() {
+				t.Errorf("before any data the path is %+v, want an undecided one", path)
+			}
 			for i := range 3 {
 				worker.must(dataMessage(8, i, true, true, pattern(100, i)))
 				if m := server.next(); int(m.Timestamp) != i {
@@ -176,7 +179,7 @@ func TestNoDataPort(t *testing.T) {
 				closed bool
 			}{{worker, 8, closed.server}, {server, 9, closed.worker}} {
 				want := map[bool]string{true: "zmq", false: "tcp"}[x.closed]
-				if path := van.PathTo(x.from, x.to).Over; path != want {
+				if path := van.PathTo(x.from, x.to, false).Over; path != want {
 					t.Errorf("data to %d goes over %s, want %s", x.to, path, want)
 				}
 				if says := strings.Contains(x.from.log.String(), "data goes over zmq, not over tcp"); says != x.closed {
@@ -347,7 +350,7 @@ func halfOpen(t *testing.T, options func(*van.Options)) {
 	begun := time.Now()
 	worker.must(dataMessage(8, 1, true, true, []byte("member")))
 	server.next().Release()
-	if path := van.PathTo(worker, 8).Over; path != "tcp" {
+	if path := van.PathTo(worker, 8, false).Over; path != "tcp" {
 		t.Errorf("data goes over %s after %s", path, time.Since(begun))
 	}
 	server.acceptor.mu.Lock()

@@ -64,17 +64,23 @@ func (d *dialer) connect(n *peer) {
 	case p.ctx.Err() != nil || !p.current(n):
 		return
 	case errors.Is(err, errTLS):
-		n.refused = err
+		p.failed(n, err)
 		d.n.log.Error("a peer gets no data of this process", "peer", n.name(), "addr", n.addr, "err", err)
 		return
 	default:
+		p.failed(n, err)
 		n.over.Store(true)
 		if !d.later.First(int(n.id.Load()), err, "addr", n.addr) {
 			return
 		}
 		settle()
 		known := func() (int, bool) { return int(n.id.Load()), p.current(n) }
-		if !d.later.Run(p.ctx, known, func(int) error { c, err = d.dial(n, false, true); return err }) {
+		if !d.later.Run(p.ctx, known, func(int) error {
+			if c, err = d.dial(n, false, true); err != nil {
+				p.failed(n, err)
+			}
+			return err
+		}) {
 			return
 		}
 	}

@@ -143,8 +143,8 @@ func failsBack(t *testing.T, options func(*van.Options), silent bool) {
 	<-workerHeld
 	<-serverHeld
 	for from, to := range map[*end]int{worker: 8, server: 9} {
-		if path := van.PathTo(from, to).Over; path != "zmq" {
-			t.Errorf("data to %d goes over %s, want zmq", to, path)
+		if path := van.PathTo(from, to, true); path.Over != "zmq" || !strings.HasPrefix(path.Why, "not over tcp: ") {
+			t.Errorf("data to %d goes over %s (why: %q), want zmq, and why", to, path.Over, path.Why)
 		}
 		from.says("data goes over zmq, not over tcp")
 	}
@@ -171,8 +171,8 @@ func failsBack(t *testing.T, options func(*van.Options), silent bool) {
 	worker.wantOrder(sent)
 	server.wantOrder(sent)
 	for from, to := range map[*end]int{worker: 8, server: 9} {
-		if path := van.PathTo(from, to).Over; path != "tcp" {
-			t.Errorf("data to %d goes over %s, want tcp", to, path)
+		if path := van.PathTo(from, to, true); path != (van.Path{Over: "tcp"}) {
+			t.Errorf("data to %d goes over %s (why: %q), want tcp", to, path.Over, path.Why)
 		}
 		if n := strings.Count(from.log.String(), "from now on"); n != 1 {
 			t.Errorf("the log says %d times that the path has changed, want once:\n%s", n, from.log.String())

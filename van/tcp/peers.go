@@ -2,6 +2,7 @@ package tcp
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"maps"
 	"slices"
@@ -47,9 +48,9 @@ type peer struct {
 	settled chan struct{} // closed when it is settled whether there is a connection
 	over    atomic.Bool   // settled: data goes over the van inside until there is a connection
 	inside  sync.RWMutex  // held for reading by a Send over the van inside, and for writing while the data moves to a connection
-	refused error         // the reason why no data goes to the peer, or nil; set before settled is closed
 
 	// peers.mu guards what follows.
+	why      error  // why the latest attempt to make a connection has failed, or nil
 	losses   uint64 // how often the van inside has lost the peer
 	begun    bool   // the connection is being made
 	admitted bool   // the process is not a replacement, or Admit was called
@@ -88,6 +89,28 @@ func newPeers(n *common) *peers {
 
 // of returns peer id, nil if this node does not know it.
 func (p *peers) of(id int) *peer { return (*p.all.Load())[id] }
+
+// whyNot returns why there is no connection to n, nil if that is not settled.
+func (p *peers) whyNot(n *peer) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return n.why
+}
+
+// unreachable is the error of data to n if there is no connection and no other path.
+func (p *peers) unreachable(n *peer) error {
+	if why := p.whyNot(n); why != nil {
+		return fmt.Errorf("%w: %w", van.ErrPeerLost, why)
+	}
+	return fmt.Errorf("%w: there is no connection for data", van.ErrPeerLost)
+}
+
+// failed records that an attempt to make a connection to n has failed.
+func (p *peers) failed(n *peer, err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	n.why = err
+}
 
 // change replaces the table of peers. p.mu is held.
 func (p *peers) change(f func(map[int]*peer)) {

@@ -153,7 +153,7 @@ func (v *Van) Connect(ctx context.Context, id int, record van.Node) error {
 		n.addr = net.JoinHostPort(record.Hostname, strconv.Itoa(int(who.DataPort)))
 	}
 	if v.port != 0 && n.addr == "" {
-		v.own.log.Info("no data goes over tcp to a peer", "peer", van.NodeName(id), "why", "it has no port for data: it is a C++ node, or has STEPAF_DATA=zmq")
+		v.own.log.Info("no data goes over tcp to a peer", "peer", van.NodeName(id), "why", v.whyNot())
 	}
 	p := v.peers
 	p.mu.Lock()
@@ -289,7 +289,7 @@ func (v *Van) Send(msg *van.Message) error {
 	case v.closing.Load():
 		return v.sendError(msg, van.ErrClosed)
 	case c == nil:
-		return v.sendError(msg, n.unreachable())
+		return v.sendError(msg, v.peers.unreachable(n))
 	}
 	msg.Trace().PostSend = clock.Now()
 	if err := msg.CheckOnHost(); err != nil {
@@ -313,18 +313,6 @@ func (v *Van) Send(msg *van.Message) error {
 		err = fmt.Errorf("%w: %w", van.ErrPeerLost, c.why())
 	}
 	return v.sendError(msg, err)
-}
-
-// unreachable is the error of data to a peer without a connection.
-func (n *peer) unreachable() error {
-	select {
-	case <-n.settled:
-		if n.refused != nil {
-			return fmt.Errorf("%w: %w", van.ErrPeerLost, n.refused)
-		}
-	default: // the van closes
-	}
-	return fmt.Errorf("%w: there is no connection for data", van.ErrPeerLost)
 }
 
 func (v *Van) sendError(msg *van.Message, err error) error {
@@ -361,17 +349,32 @@ func (v *Van) Cancel(q van.Requests) {
 }
 
 // PathTo implements van.PathChooser.
-func (v *Van) PathTo(id int) van.Path {
+func (v *Van) PathTo(id int, now bool) van.Path {
 	n := v.peers.of(id)
-	if n == nil {
+	if n == nil || n.conn.Load() != nil || !now && n.addr != "" && v.dialer.await(n) != nil {
 		return van.Path{Over: "tcp"}
 	}
-	if n.addr != "" {
-		if n.conn.Load() != nil || v.dialer.await(n) != nil {
-			return van.Path{Over: "tcp"}
-		}
+	inside := van.PathTo(v.inner, id, now)
+	switch why := v.peers.whyNot(n); {
+	case !now:
+		return inside
+	case n.addr == "":
+		return inside.Not("tcp", v.whyNot())
+	case why == nil:
+		return van.Undecided()
+	case !n.over.Load(): // no data goes there at all
+		return van.Path{}.Not("tcp", why.Error())
+	default:
+		return inside.Not("tcp", why.Error())
 	}
-	return van.PathTo(v.inner, id)
+}
+
+// whyNot is why no data goes over tcp to a peer without an address for data.
+func (v *Van) whyNot() string {
+	if v.port == 0 {
+		return "this node accepts no data over tcp"
+	}
+	return "it has no port for data: it is a C++ node, or has STEPAF_DATA=zmq"
 }
 
 // SetTrafficClasses implements van.TrafficClassSetter.
