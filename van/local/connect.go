@@ -16,7 +16,8 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	if id <= 0 || id == van.SchedulerID || v.role.Load() == int32(van.Scheduler) || v.own.id.Load() == van.Empty {
 		return nil // this node sends no data to that peer
 	}
-	n := &outPeer{id: id, settled: make(chan struct{})}
+	n := &outPeer{settled: make(chan struct{})}
+	n.id.Store(int32(id))
 	who, _ := peer.Extension()
 	t, offers := parseToken(who.Local)
 	n.token, n.incarnation = t, who.Incarnation
@@ -36,7 +37,7 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 		time.AfterFunc(p.holdTime, func() { p.admitLate(n) })
 	}
 	if was != nil {
-		p.losses.replaced(id, was, n)
+		p.losses.Replaced(was, n)
 	}
 	on := !p.closed && v.acceptor.listener != nil
 	if on && offers && v.own.token.reach(&t) == "" {
@@ -109,7 +110,8 @@ func (v *Van) Rename(old, id int) error {
 	l, other := p.link(old), p.takeLink(id)
 	if n := p.nodes[old]; n != nil {
 		p.unmakeLocked(p.nodes[id])
-		p.nodes[id], n.id = n, id
+		p.nodes[id] = n
+		n.id.Store(int32(id))
 		delete(p.nodes, old)
 		if x := p.changing(old); x != nil {
 			p.setChangingLocked(old, nil)
@@ -139,7 +141,7 @@ func (v *Van) Admit(id int) {
 // WatchPeers implements van.PeerWatcher. It also reports a peer as lost when its link
 // breaks.
 func (v *Van) WatchPeers(f func(id int, up bool, cause error)) {
-	v.peers.losses.watch.Store(&f)
+	v.peers.losses.Watch(f)
 	if w, ok := van.As[van.PeerWatcher](v.inner); ok {
 		w.WatchPeers(func(id int, up bool, cause error) {
 			if !up {

@@ -38,9 +38,7 @@ type dialer struct {
 // link makes the link to n, if that is possible.
 func (d *dialer) link(n *outPeer) {
 	d.readersOnce.Do(d.letRead)
-	d.peers.mu.Lock()
-	id := n.id
-	d.peers.mu.Unlock()
+	id := int(n.id.Load())
 	l, err := d.dial(d.peers.ctx, id, &n.token, false)
 	if err == nil {
 		d.add(n, l)
@@ -253,7 +251,7 @@ func (d *dialer) add(n *outPeer, l *outLink) bool {
 // addLocked is add. The caller holds peers.mu.
 func (d *dialer) addLocked(n *outPeer, l *outLink) bool {
 	p := d.peers
-	id := n.id
+	id := int(n.id.Load())
 	if p.closed || p.nodes[id] != n {
 		l.close(true)
 		return false

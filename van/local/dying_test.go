@@ -50,9 +50,7 @@ func (x *node) breakIn() {
 func (x *node) down(id int) bool {
 	x.peers.mu.Lock()
 	defer x.peers.mu.Unlock()
-	x.peers.losses.mu.Lock()
-	defer x.peers.losses.mu.Unlock()
-	return x.peers.nodes[id].down
+	return x.peers.losses.Down(x.peers.nodes[id])
 }
 
 // TestDyingPeer: a process that dies still has its socket when its connections have

@@ -28,9 +28,9 @@ const maxReplaced = 1024
 func (p *peers) admitLate(n *outPeer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.nodes[n.id] == n && !n.admitted {
+	if id := int(n.id.Load()); p.nodes[id] == n && !n.admitted {
 		n.admitted = true
-		p.admitLocked(n.id)
+		p.admitLocked(id)
 	}
 }
 

@@ -15,19 +15,19 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/landing"
+	"github.com/stepaf/stepaf-go/van/losses"
 )
 
 // outPeer is a peer that this node sends data to.
 type outPeer struct {
-	id           int // peers.mu guards it
+	id           atomic.Int32
 	token        token
-	incarnation  uint32        // 0: unknown
-	admitted     bool          // it replaces no other process, or Admit was called
-	insideLosses uint64        // how often the van inside has lost the peer; peers.mu guards it
-	why          string        // why there is no link, "" if it is not known; peers.mu guards it
-	tries        int           // attempts to replace a broken link
-	down         bool          // its loss was reported to losses; losses.mu guards it
-	lost         bool          // the watcher knows it as lost, or will; losses.mu guards it
+	incarnation  uint32 // 0: unknown
+	admitted     bool   // it replaces no other process, or Admit was called
+	insideLosses uint64 // how often the van inside has lost the peer; peers.mu guards it
+	why          string // why there is no link, "" if it is not known; peers.mu guards it
+	tries        int    // attempts to replace a broken link
+	loss         losses.State
 	settled      chan struct{} // closed when it is known whether there is a link
 	make         func()        // makes the link and closes settled; nil once it runs; peers.mu guards it
 }
@@ -52,7 +52,7 @@ type peers struct {
 	ctx    context.Context
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
-	losses losses
+	losses losses.Queue
 
 	mu       sync.Mutex // guards changes of the fields above, and all fields below
 	closed   bool
@@ -67,10 +67,11 @@ type peers struct {
 func newPeers(log *slog.Logger, bell *doorbell, dests *landing.Table) *peers {
 	p := &peers{log: log, bell: bell, dests: dests, holdTime: holdTime, unknownTime: unknownTime, returnTime: returnTime,
 		nodes: map[int]*outPeer{}, senders: map[int]*inPeer{}, draining: map[int]chan struct{}{}}
-	p.losses.current = func(id int, n *outPeer) bool {
+	p.losses.Current = func(x losses.Peer) bool {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		return p.nodes[id] == n && !p.closed
+		n := x.(*outPeer)
+		return p.nodes[int(n.id.Load())] == n && !p.closed
 	}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	p.ins.Store(&[]*inLink{})
@@ -79,6 +80,12 @@ func newPeers(log *slog.Logger, bell *doorbell, dests *landing.Table) *peers {
 	p.links.Store(&map[int]*outLink{})
 	return p
 }
+
+// Process implements losses.Peer.
+func (n *outPeer) Process() (id int, incarnation uint32) { return int(n.id.Load()), n.incarnation }
+
+// Loss implements losses.Peer.
+func (n *outPeer) Loss() *losses.State { return &n.loss }
 
 // link returns the link to node id, or nil.
 func (p *peers) link(id int) *outLink { return (*p.links.Load())[id] }
@@ -206,7 +213,7 @@ func (p *peers) tell(n *outPeer, id int, up bool, cause error) {
 	if !up {
 		p.dests.Forget(id)
 	}
-	p.losses.tell(n, id, up, cause)
+	p.losses.Tell(n, up, cause)
 }
 
 // sender returns the queue of a sender's messages.

@@ -70,17 +70,18 @@ func (p *peers) sendInside(inner van.Van, msg *van.Message) (sent bool, err erro
 // laterLocked starts the later tries to make a link to n. The caller holds peers.mu, and no data to n goes over the van inside yet.
 func (d *dialer) laterLocked(n *outPeer) {
 	p := d.peers
-	if p.closed || p.nodes[n.id] != n {
+	id := int(n.id.Load())
+	if p.closed || p.nodes[id] != n {
 		return
 	}
 	x := &inside{}
-	p.setChangingLocked(n.id, x)
+	p.setChangingLocked(id, x)
 	p.wg.Go(func() {
 		d.retryLink(n, x)
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		if p.changing(n.id) == x {
-			p.setChangingLocked(n.id, nil)
+		if id := int(n.id.Load()); p.changing(id) == x {
+			p.setChangingLocked(id, nil)
 		}
 	})
 }
@@ -91,7 +92,8 @@ func (d *dialer) retryLink(n *outPeer, x *inside) {
 	known := func() (id int, ok bool) {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		return n.id, p.nodes[n.id] == n
+		id = int(n.id.Load())
+		return id, p.nodes[id] == n
 	}
 	d.retry.Run(p.ctx, known, func(id int) error {
 		p.mu.Lock()

@@ -16,7 +16,6 @@ import (
 type dialer struct {
 	n       *common
 	peers   *peers
-	events  *events
 	inner   van.Van
 	later   failback.Retry
 	watch   func(fd int, c *outConn) error // makes the source watch c
@@ -98,7 +97,7 @@ func (d *dialer) keep(n *peer, c *outConn) *outConn {
 	if p.ctx.Err() != nil || !p.current(n) || n.conn.Load() != c {
 		return nil
 	}
-	d.events.tell(n, false, c.why())
+	p.losses.Tell(n, false, c.why())
 	afterMarks := c.mayWait()
 	for pause := firstPause; ; pause = min(2*pause, lastPause) {
 		select {
@@ -109,7 +108,7 @@ func (d *dialer) keep(n *peer, c *outConn) *outConn {
 		next, err := d.dial(n, true, afterMarks)
 		switch {
 		case err == nil:
-			d.events.tell(n, true, nil)
+			p.losses.Tell(n, true, nil)
 			return next
 		case p.ctx.Err() != nil || !p.current(n):
 			return nil
@@ -154,7 +153,7 @@ func (d *dialer) dial(n *peer, again, afterMarks bool) (c *outConn, err error) {
 	}
 	p := d.peers
 	p.mu.Lock()
-	losses := n.losses
+	losses := n.insideLosses
 	p.mu.Unlock()
 	install := func() error {
 		p.mu.Lock()
@@ -163,7 +162,7 @@ func (d *dialer) dial(n *peer, again, afterMarks bool) (c *outConn, err error) {
 		if p.closed || p.of(id) != n {
 			return van.ErrClosed
 		}
-		if afterMarks && n.losses != losses {
+		if afterMarks && n.insideLosses != losses {
 			return errMarksLost
 		}
 		c = newOutConn(d.n, id, fd, d.unwatch)

@@ -64,7 +64,7 @@ func (p *peers) lostInside(id int, cause error) {
 	ins := slices.Clone(p.ins)
 	n := p.of(id)
 	if n != nil {
-		n.losses++
+		n.insideLosses++
 	}
 	p.mu.Unlock()
 	for _, c := range ins {

@@ -234,8 +234,8 @@ func (l *lossy) Send(m *van.Message) error {
 func TestMarksLost(t *testing.T) {
 	broke := errors.New("a test")
 	for name, lose := range map[string]func(worker, server *end, c *inConn){
-		"the sender":   func(worker, _ *end, _ *inConn) { worker.Van.events.inside(8, false, broke) },
-		"the receiver": func(_, server *end, _ *inConn) { server.Van.events.inside(9, false, broke) },
+		"the sender":   func(worker, _ *end, _ *inConn) { worker.peers.inside(worker.watch, 8, false, broke) },
+		"the receiver": func(_, server *end, _ *inConn) { server.peers.inside(server.watch, 9, false, broke) },
 		"time is over": func(_, server *end, c *inConn) { server.peers.endMarks(c, 0) },
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -15,6 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/failback"
+	"github.com/stepaf/stepaf-go/van/losses"
 )
 
 const (
@@ -50,11 +51,11 @@ type peer struct {
 	inside  sync.RWMutex  // held for reading by a Send over the van inside, and for writing while the data moves to a connection
 
 	// peers.mu guards what follows.
-	why      error  // why the latest attempt to make a connection has failed, or nil
-	losses   uint64 // how often the van inside has lost the peer
-	begun    bool   // the connection is being made
-	admitted bool   // the process is not a replacement, or Admit was called
-	down     bool   // the watcher knows it as lost; events.mu guards it
+	why          error  // why the latest attempt to make a connection has failed, or nil
+	insideLosses uint64 // how often the van inside has lost the peer
+	begun        bool   // the connection is being made
+	admitted     bool   // the process is not a replacement, or Admit was called
+	loss         losses.State
 }
 
 // name is the node name of n.
@@ -68,8 +69,8 @@ type peers struct {
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 
-	read func(c *inConn) error      // makes the source read c
-	lost func(n *peer, then func()) // reports that messages of n may be lost, and calls then afterwards
+	read   func(c *inConn) error // makes the source read c
+	losses losses.Queue
 
 	mu       sync.Mutex
 	closed   bool
@@ -83,6 +84,7 @@ type peers struct {
 func newPeers(n *common) *peers {
 	p := &peers{n: n, senders: map[int]*sender{}, draining: map[uint32]chan struct{}{}, leaving: map[*outConn]struct{}{}}
 	p.all.Store(&map[int]*peer{})
+	p.losses.Current = func(x losses.Peer) bool { return p.current(x.(*peer)) }
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	return p
 }
@@ -199,7 +201,7 @@ func (p *peers) startLocked(n *peer, c *inConn) {
 			p.fence(x)
 		}
 		c.again, c.awaits.watcher = false, true
-		p.lost(n, func() {
+		p.losses.Broken(n, errBroke, func() {
 			p.mu.Lock()
 			defer p.mu.Unlock()
 			c.awaits.watcher = false

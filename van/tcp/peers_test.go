@@ -1,10 +1,8 @@
 package tcp
 
 import (
-	"fmt"
 	"io"
 	"net"
-	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -133,7 +131,7 @@ func TestBackInside(t *testing.T) {
 		_ = unix.Shutdown(server.peers.ins[0].fd, unix.SHUT_RDWR)
 		server.peers.mu.Unlock()
 		vantest.Eventually(t, limit, "the loss is reported", func() bool { return worker.told("8 false") })
-		worker.Van.events.inside(8, true, nil)
+		worker.peers.inside(worker.watch, 8, true, nil)
 		if worker.told("8 false", "8 true") {
 			t.Error("the peer's return was reported without a connection for data")
 		}
@@ -168,51 +166,6 @@ func TestRename(t *testing.T) {
 		defer former.peers.mu.Unlock()
 		return len(former.peers.ins) == 0
 	})
-}
-
-// TestEvents: the watcher is called once for each change, and for the process that has the id.
-func TestEvents(t *testing.T) {
-	type steps func(e *events, n, old *peer, then func())
-	for name, c := range map[string]struct {
-		do    steps
-		want  []string
-		calls bool // then is called, after the watcher
-	}{
-		"lost and back": {func(e *events, n, _ *peer, _ func()) {
-			for _, up := range []bool{true, false, false, true, true} {
-				e.tell(n, up, nil)
-			}
-		}, []string{"8 false", "8 true"}, false},
-		"the peer reports a loss": {func(e *events, n, _ *peer, then func()) { e.broke(n, then) }, []string{"8 false", "8 true"}, true},
-		"a lost peer reports a loss": {func(e *events, n, _ *peer, then func()) {
-			e.tell(n, false, nil)
-			e.broke(n, then)
-		}, []string{"8 false", "8 false"}, true},
-		"replaced":            {func(e *events, n, old *peer, _ func()) { e.replaced(old, n) }, nil, false},
-		"replaced while lost": {func(e *events, n, old *peer, _ func()) { e.tell(old, false, nil); e.replaced(old, n) }, []string{"8 true"}, false},
-		"a former peer":       {func(e *events, _, old *peer, then func()) { e.tell(old, false, nil); e.broke(old, then) }, nil, true},
-	} {
-		t.Run(name, func(t *testing.T) {
-			n, old := &peer{}, &peer{}
-			n.id.Store(8)
-			old.id.Store(8)
-			p := newPeers(&common{})
-			p.change(func(all map[int]*peer) { all[8] = n })
-			var got, gone []string
-			called := 0
-			e := events{peers: p, running: true, gone: func(id int) { gone = append(gone, fmt.Sprint(id, " false")) }, watch: func(id int, up bool, _ error) {
-				got = append(got, fmt.Sprint(id, " ", up))
-			}}
-			c.do(&e, n, old, func() { called = len(got) + 1 })
-			e.run()
-			if !slices.Equal(got, c.want) || (called == len(got)+1) != c.calls {
-				t.Errorf("the watcher was told %q, then was called after %d events, want %q, and then: %t", got, called-1, c.want, c.calls)
-			}
-			if losses := slices.DeleteFunc(got, func(x string) bool { return x == "8 true" }); !slices.Equal(gone, losses) {
-				t.Errorf("answers of a lost peer are forgotten: %q, want %q", gone, losses)
-			}
-		})
-	}
 }
 
 // TestLateHello: the hello of a dialer whose time is over, for example because this node was stopped, does not end the later connection

@@ -55,11 +55,7 @@ func start(t *testing.T, id int, options func(*van.Options)) *end {
 	}
 	e.self.Ports = []int32{int32(e.self.Port)}
 	e.self.Endpoint = (&van.NodeExtension{Incarnation: o.Incarnation, DataPort: uint16(e.DataPort())}).Encode()
-	e.WatchPeers(func(id int, up bool, cause error) {
-		e.mu.Lock()
-		defer e.mu.Unlock()
-		e.events = append(e.events, fmt.Sprintf("%d %t", id, up))
-	})
+	e.WatchPeers(e.watch)
 	e.SetID(id)
 	e.Start(func(m *van.Message) {
 		if f := e.before.Load(); f != nil {
@@ -112,6 +108,13 @@ func (e *end) next() *van.Message {
 		e.t.Fatalf("nothing within %s; log:\n%s", limit, e.log.String())
 		return nil
 	}
+}
+
+// watch is the watcher of e's peers.
+func (e *end) watch(id int, up bool, _ error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.events = append(e.events, fmt.Sprintf("%d %t", id, up))
 }
 
 // told reports whether the watcher was called with these events, one after the other, perhaps with others between them.

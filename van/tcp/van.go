@@ -30,7 +30,6 @@ type Van struct {
 	inner    van.Van
 	engine   *engine.Engine
 	peers    *peers
-	events   events
 	dialer   dialer
 	acceptor acceptor
 	source   source
@@ -62,10 +61,9 @@ func New(in van.Van, o van.Options) *Van {
 	n.guard.Keys, n.guard.Log = o.Keys, n.log
 	v.peers = newPeers(n)
 	v.peers.read = func(c *inConn) error { return v.source.add(c.fd, c) }
-	v.peers.lost = v.events.broke
-	v.events.peers, v.events.gone = v.peers, n.places.Forget
+	v.peers.losses.Gone = n.places.Forget
 	v.source.n, v.source.left = n, v.peers.leave
-	v.dialer = dialer{n: n, peers: v.peers, events: &v.events, inner: in, unwatch: v.source.remove, dialTime: dialTime,
+	v.dialer = dialer{n: n, peers: v.peers, inner: in, unwatch: v.source.remove, dialTime: dialTime,
 		later: failback.Retry{Log: n.log, Path: "over tcp", Inside: in.Type, Pause: failback.FirstPause, Hopeless: hopeless},
 		watch: func(fd int, c *outConn) error { return v.source.add(fd, c) }}
 	v.acceptor.n, v.acceptor.peers = n, v.peers
@@ -183,7 +181,7 @@ func (v *Van) Connect(ctx context.Context, id int, record van.Node) error {
 			former.close()
 			p.left(former)
 		}
-		v.events.replaced(was, n)
+		p.losses.Replaced(was, n)
 	}
 	return nil
 }
@@ -408,9 +406,9 @@ func (v *Van) TrafficClassApplied(id int) (now, ever bool) {
 
 // WatchPeers implements van.PeerWatcher.
 func (v *Van) WatchPeers(f func(id int, up bool, cause error)) {
-	v.events.watch = f
+	v.peers.losses.Watch(f)
 	if w, ok := van.As[van.PeerWatcher](v.inner); ok {
-		w.WatchPeers(v.events.inside)
+		w.WatchPeers(func(id int, up bool, cause error) { v.peers.inside(f, id, up, cause) })
 	}
 }
 

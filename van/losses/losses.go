@@ -1,0 +1,139 @@
+// Package losses tells a node which of its peers are lost, and which are back.
+package losses
+
+import (
+	"sync"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Peer is a process that data goes to.
+type Peer interface {
+	Process() (id int, incarnation uint32)
+	Loss() *State
+}
+
+// State is what the watcher knows of a peer. Only Queue uses it.
+type State struct {
+	down bool // the watcher knows the peer as lost when it has been called for all events
+	lost bool // the watcher knows the peer as lost, or will
+}
+
+// Queue calls the node's watcher (van.PeerWatcher) for each peer that is lost or back, in order, on a goroutine of its
+// own: a watcher may close the van, and may hold locks while it calls the van.
+type Queue struct {
+	// Current reports whether a peer still is the process that has its id. Nothing is told of others.
+	Current func(Peer) bool
+	// Gone, if not nil, is called with a lost peer's id before the watcher.
+	Gone func(id int)
+
+	watch atomic.Pointer[func(id int, up bool, cause error)]
+
+	mu      sync.Mutex // guards all State, too
+	events  []event    // the watcher has not been called for them
+	running bool       // the goroutine that calls it
+}
+
+type event struct {
+	peer  Peer
+	up    bool
+	cause error
+	then  func() // called after the watcher; may be nil
+}
+
+// Watch sets the watcher.
+func (q *Queue) Watch(f func(id int, up bool, cause error)) { q.watch.Store(&f) }
+
+// Tell queues an event if it changes what the watcher knows of p. The caller may hold locks.
+func (q *Queue) Tell(p Peer, up bool, cause error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if p.Loss().down == up {
+		q.add(event{peer: p, up: up, cause: cause})
+	}
+}
+
+// Broken queues the loss of p, and the return of p unless the watcher knows p as lost already. then is called after these
+// events.
+func (q *Queue) Broken(p Peer, cause error, then func()) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if p.Loss().down {
+		q.add(event{peer: p, cause: cause, then: then})
+		return
+	}
+	q.add(event{peer: p, cause: cause})
+	q.add(event{peer: p, up: true, then: then})
+}
+
+// Replaced records that p has replaced old. If the loss of old was or is being told, the watcher may mistake it for a loss of
+// p. It is therefore called once more, for p's return. A return of old is not told any more.
+func (q *Queue) Replaced(old, p Peer) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if old.Loss().lost {
+		p.Loss().lost = true
+		q.add(event{peer: p, up: true})
+	}
+}
+
+// Down reports whether p is lost, as far as events have been queued.
+func (q *Queue) Down(p Peer) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return p.Loss().down
+}
+
+// add queues an event. q.mu is held.
+func (q *Queue) add(e event) {
+	s := e.peer.Loss()
+	s.down = !e.up
+	s.lost = s.lost || s.down
+	q.events = append(q.events, e)
+	if !q.running {
+		q.running = true
+		go q.run()
+	}
+}
+
+// run calls the watcher until no event is left.
+func (q *Queue) run() {
+	for {
+		q.mu.Lock()
+		if len(q.events) == 0 {
+			q.events, q.running = nil, false
+			q.mu.Unlock()
+			return
+		}
+		e := q.events[0]
+		q.events = q.events[1:]
+		q.mu.Unlock()
+		if q.Current(e.peer) {
+			q.call(&e)
+		}
+		if e.then != nil {
+			e.then()
+		}
+	}
+}
+
+func (q *Queue) call(e *event) {
+	id, incarnation := e.peer.Process()
+	if !e.up && q.Gone != nil {
+		q.Gone(id)
+	}
+	if f := q.watch.Load(); f != nil {
+		cause := e.cause
+		if cause != nil {
+			cause = &van.ConnectionError{Incarnation: incarnation, Err: cause}
+		}
+		(*f)(id, e.up, cause)
+	}
+	if e.up {
+		q.mu.Lock()
+		s := e.peer.Loss()
+		s.lost = s.down
+		q.mu.Unlock()
+	}
+}
