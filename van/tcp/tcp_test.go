@@ -29,6 +29,7 @@ type end struct {
 	log  vantest.Log
 
 	before atomic.Pointer[func(*van.Message)] // called with each received message first; may be nil
+	event  atomic.Pointer[func(up bool)]      // called by the watcher; may be nil
 
 	mu     sync.Mutex
 	events []string
@@ -112,6 +113,9 @@ func (e *end) next() *van.Message {
 
 // watch is the watcher of e's peers.
 func (e *end) watch(id int, up bool, _ error) {
+	if f := e.event.Load(); f != nil {
+		(*f)(up)
+	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.events = append(e.events, fmt.Sprintf("%d %t", id, up))

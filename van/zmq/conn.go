@@ -30,11 +30,11 @@ type conn struct {
 	link   atomic.Pointer[tcpSocket]  // the DEALER's TCP socket
 	at     atomic.Pointer[netip.Addr] // the peer's address on the latest connection
 
-	incarnation        uint32        // of the peer; 0: a node of the original
-	before             atomic.Uint32 // the incarnation of the process that the peer has replaced
-	admitted           atomic.Bool   // this node knows the process as the peer
-	requestsOverRouter atomic.Bool   // its requests arrive over this node's ROUTER
-	arrives            atomic.Int64  // 1 + the descriptor of the peer's connection to this node's ROUTER on which the last message arrived; 0: there is none
+	incarnation uint32        // of the peer; 0: a node of the original
+	before      atomic.Uint32 // the incarnation of the process that the peer has replaced
+	admitted    atomic.Bool   // this node knows the process as the peer
+	answers     atomic.Int32  // over which socket answers to a native worker leave: undecided, overDealer, overRouter
+	arrives     atomic.Int64  // 1 + the descriptor of the peer's connection to this node's ROUTER on which the last message arrived; 0: there is none
 }
 
 // identity is the node id that a connection serves, and the names used on it.
@@ -45,15 +45,29 @@ type identity struct {
 	servesWorker bool   // this node is not a worker, and the peer is a worker; see answersOverRouter
 }
 
-// answersOverRouter reports whether data answers to the peer leave over this node's ROUTER. Answers to a native worker whose requests
-// arrived by another path leave over the DEALER.
+// Values of conn.answers. Answers to a native worker leave over the ROUTER if one of its requests has arrived there before the first
+// answer. Otherwise its requests take another path, and answers leave over the DEALER. This does not change: on another socket, answers
+// could overtake earlier ones.
+const (
+	undecided = iota
+	overDealer
+	overRouter
+)
+
+// answersOverRouter reports whether data answers to the peer leave over this node's ROUTER.
 func (c *conn) answersOverRouter() bool {
-	return c.who.Load().servesWorker && (c.incarnation == 0 || c.requestsOverRouter.Load())
+	return c.who.Load().servesWorker && (c.incarnation == 0 || c.answers.Load() == overRouter)
 }
 
-// overRouter reports whether msg leaves over this node's ROUTER.
+// overRouter reports whether msg, which is about to be sent, leaves over this node's ROUTER.
 func (c *conn) overRouter(msg *van.Message) bool {
-	return !msg.Request && !msg.IsControl() && !msg.SimpleApp && c.answersOverRouter()
+	if msg.Request || msg.IsControl() || msg.SimpleApp {
+		return false
+	}
+	if c.answers.Load() == undecided {
+		c.answers.CompareAndSwap(undecided, overDealer)
+	}
+	return c.answersOverRouter()
 }
 
 // isOf reports whether c is the connection to the process that name identifies.
@@ -96,7 +110,7 @@ func (c *conn) succeed(old *conn) {
 	if c.incarnation == old.incarnation {
 		c.before.Store(old.before.Load())
 		c.admitted.Store(old.admitted.Load())
-		c.requestsOverRouter.Store(old.requestsOverRouter.Load())
+		c.answers.Store(old.answers.Load())
 		return
 	}
 	c.admitted.Store(false)

@@ -122,6 +122,25 @@ func TestAnswersWithoutRequests(t *testing.T) {
 	}
 }
 
+// TestAnswersKeepTheirSocket: answers leave over the socket of the first one, also when requests begin to arrive over ZeroMQ.
+func TestAnswersKeepTheirSocket(t *testing.T) {
+	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	server.knows(t, worker)
+	worker.knows(t, server)
+	server.must(t, answerOf(9, 0))
+	worker.next(t).Release()
+	worker.must(t, push(8, 1, nil))
+	server.next(t).Release()
+	c := (*server.peers.Load())[9]
+	if c.overRouter(answerOf(9, 1)) {
+		t.Error("the second answer leaves over the ROUTER and may overtake the first one")
+	}
+	server.knows(t, worker)
+	if c := (*server.peers.Load())[9]; c.overRouter(answerOf(9, 2)) {
+		t.Error("after another Connect, answers leave over the ROUTER")
+	}
+}
+
 // TestReplacedWithoutConnection: a node that has no connection to a peer, and learns that another process has replaced it, drops the data of
 // the replaced process and delivers that of the new one, also data that arrived first.
 func TestReplacedWithoutConnection(t *testing.T) {

@@ -202,8 +202,8 @@ func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, me
 		return nothing
 	}
 	msg.Adopt(&r.pool, msg.Native())
-	if r.router && c != nil && msg.Request && c.incarnation == name.incarnation && !c.requestsOverRouter.Load() {
-		c.requestsOverRouter.Store(true)
+	if r.router && c != nil && msg.Request && c.incarnation == name.incarnation && c.answers.Load() == undecided {
+		c.answers.CompareAndSwap(undecided, overRouter)
 	}
 	if r.router && c != nil && !msg.IsControl() && (!member || r.in.early.count.Load() > 0) && !failpoint.On("incarnation") &&
 		r.in.early.keep(msg, name) {

@@ -1,0 +1,492 @@
+package tcp
+
+import (
+	"bytes"
+	"context"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/tests/vantest"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Stories: two nodes exchange messages of random lengths over connections that forward bytes in random pieces and are cut at random
+// bytes, also in the middle of a handshake, a frame, or a value. Meanwhile requests are canceled and their memory is written to.
+
+var (
+	stories    = flag.Int("stories", 6, "number of stories of TestStory")
+	firstStory = flag.Uint64("first-story", 1, "seed of the first one")
+)
+
+// TestStory checks of every story:
+//
+//   - a message arrives once, with its own bytes, and in the order of its kind: requests, answers;
+//   - if a message that was sent does not arrive, its receiver is told that the sender was lost before a later message of that kind
+//     arrives, and its sender is told, too, unless the message was canceled. Messages that had arrived before the loss may be delivered
+//     after it;
+//   - each sent message is given back once;
+//   - when nothing is cut any more, messages arrive in both directions.
+func TestStory(t *testing.T) {
+	n := *stories
+	if testing.Short() || vantest.Race {
+		n = min(n, 3)
+	}
+	for i := range n {
+		seed := *firstStory + uint64(i)
+		for name, options := range map[string]func(*van.Options){"plain": func(*van.Options) {}, "tls": withTLS(t)} {
+			t.Run(fmt.Sprintf("%s %d", name, seed), func(t *testing.T) {
+				t.Parallel()
+				runStory(t, seed, options)
+			})
+		}
+	}
+}
+
+// cutter stands before the data port of a node. It forwards in pieces and cuts connections.
+type cutter struct {
+	net.Listener
+	to  string
+	cut atomic.Bool
+
+	mu   sync.Mutex
+	rand *rand.Rand
+}
+
+// behindCutter puts a cutter before e. Other nodes must not know e yet.
+func behindCutter(e *end, r *rand.Rand) *cutter {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		e.t.Fatal(err)
+	}
+	c := &cutter{Listener: l, to: dataAddr(e), rand: r}
+	c.cut.Store(true)
+	who, _ := e.self.Extension()
+	who.DataPort = uint16(l.Addr().(*net.TCPAddr).Port)
+	e.self.Endpoint = who.Encode()
+	ctx, cancel := context.WithCancel(context.Background())
+	var all sync.WaitGroup
+	all.Go(func() {
+		for {
+			from, err := l.Accept()
+			if err != nil {
+				return
+			}
+			all.Go(func() { c.pass(ctx, from) })
+		}
+	})
+	e.t.Cleanup(func() {
+		_ = l.Close()
+		cancel()
+		all.Wait()
+	})
+	return c
+}
+
+// below returns a random number below n, often a small one.
+func (c *cutter) below(n int) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.rand.IntN(1 + c.rand.IntN(n))
+}
+
+// pass forwards a connection, until an end closes it or a direction has carried as many bytes as it may.
+func (c *cutter) pass(ctx context.Context, from net.Conn) {
+	defer from.Close()
+	to, err := net.Dial("tcp", c.to)
+	if err != nil {
+		return
+	}
+	defer to.Close()
+	over := make(chan struct{}, 2)
+	forward := func(dst, src net.Conn, left int) {
+		defer func() { over <- struct{}{} }()
+		b := make([]byte, 1<<16)
+		for {
+			n, err := src.Read(b[:1+c.below(len(b))])
+			if c.cut.Load() {
+				if left -= n; left < 0 {
+					_, _ = dst.Write(b[:n+left])
+					return
+				}
+			}
+			if _, e := dst.Write(b[:n]); e != nil || err != nil {
+				return
+			}
+		}
+	}
+	go forward(to, from, c.below(4<<20))
+	go forward(from, to, c.below(1<<16)) // little but the handshake: data has a connection of its own for each direction
+	select {
+	case <-over:
+	case <-ctx.Done():
+	}
+}
+
+// teller is one end of a story. It sends to the other end, and checks what arrives.
+type teller struct {
+	*end
+	to    int
+	given [2]atomic.Int64 // messages given back: requests, answers
+
+	mu      sync.Mutex
+	sent    [2][]fate // by kind and timestamp
+	arrived [2]int    // the last timestamp of each kind, plus 1
+	gaps    [2]int    // runs of missing messages of each kind
+	story   []string
+	losses  int // that the watcher was told of
+	missed  int // messages that did not arrive, and were not canceled
+	ended   [2]context.Context
+	last    [2]context.CancelFunc // called when a last message arrives
+}
+
+// fate is what became of a message that was sent.
+type fate struct {
+	length   int
+	canceled bool
+}
+
+// storyBytes returns the value of a message.
+func storyBytes(id, kind, ts, n int) []byte { return pattern(n, 7*id+31*kind+ts) }
+
+type givenBack struct{ n *atomic.Int64 }
+
+func (g givenBack) Sent() { g.n.Add(1) }
+
+// lost records that the watcher of x's peer was told of a loss.
+func (x *teller) lost() {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.losses++
+	x.story = append(x.story, "lost")
+}
+
+// receive checks a message from the other end.
+func (x *teller) receive(from *teller, m *van.Message) {
+	kind := kindOf(m)
+	ts := int(m.Timestamp)
+	from.mu.Lock()
+	known := ts < len(from.sent[kind])
+	var f fate
+	if known {
+		f = from.sent[kind][ts]
+	}
+	from.mu.Unlock()
+	got := m.Vals.Host()
+	if len(m.Parts) > 0 {
+		got = m.Parts[0].Vals.Host()
+	}
+	if !known || !bytes.Equal(got, storyBytes(from.self.ID, kind, ts, f.length)) {
+		x.end.t.Errorf("node %d: kind %d, message %d: %d bytes arrived that were not sent so", x.self.ID, kind, ts, len(got))
+		return
+	}
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if ts < x.arrived[kind] {
+		x.end.t.Errorf("node %d: kind %d: message %d arrived after message %d", x.self.ID, kind, ts, x.arrived[kind]-1)
+		return
+	}
+	gap := false
+	for missing := x.arrived[kind]; missing < ts; missing++ {
+		from.mu.Lock()
+		canceled := from.sent[kind][missing].canceled
+		from.mu.Unlock()
+		if canceled {
+			continue
+		}
+		x.missed++
+		if gap {
+			continue
+		}
+		gap = true
+		if x.gaps[kind]++; x.gaps[kind] > x.losses {
+			x.end.t.Errorf("node %d: kind %d: message %d did not arrive before message %d, and no loss was told: %v", x.self.ID, kind, missing, ts, x.story)
+		}
+	}
+	x.story = append(x.story, fmt.Sprint(kind, ":", ts))
+	x.arrived[kind] = ts + 1
+	if f.length == lastLength {
+		x.last[kind]() // a last message is sent again if its connection broke
+	}
+}
+
+// lastLength is the length of the last message of each kind.
+const lastLength = 3
+
+func kindOf(m *van.Message) int {
+	if m.Request {
+		return 0
+	}
+	return 1
+}
+
+// send sends a message, if there is a connection, and perhaps cancels it. whole makes it try again until it is sent.
+func (x *teller) send(r *rand.Rand, kind, length int, whole bool) {
+	x.mu.Lock()
+	ts := len(x.sent[kind])
+	x.sent[kind] = append(x.sent[kind], fate{length: length}) // before it can arrive
+	x.mu.Unlock()
+	b := storyBytes(x.self.ID, kind, ts, length)
+	m := dataMessage(x.to, ts, kind == 0, kind == 0, b)
+	if !whole && r.IntN(4) == 0 {
+		m = batch(x.to, ts, kind == 0, nil, b, pattern(r.IntN(5000), 1))
+	}
+	m.Done = givenBack{&x.given[kind]}
+	for err := x.Send(m); err != nil; err = x.Send(m) {
+		time.Sleep(time.Millisecond) // the connection is made again
+		if !whole {
+			x.mu.Lock()
+			x.sent[kind] = x.sent[kind][:ts]
+			x.mu.Unlock()
+			return
+		}
+	}
+	if kind == 0 && !whole && r.IntN(6) == 0 {
+		x.mu.Lock()
+		x.sent[kind][ts].canceled = true
+		x.mu.Unlock()
+		x.Cancel(van.Requests{First: int32(ts), Count: 1})
+		clear(b)
+	}
+}
+
+// storyLength returns the length of a value, most often a small one.
+func storyLength(r *rand.Rand) int {
+	n := []int{1, 200, 8000, 100_000, 1_500_000}[r.IntN(5)]
+	if n = r.IntN(n + 1); n == lastLength {
+		n++
+	}
+	return n
+}
+
+func runStory(t *testing.T, seed uint64, options func(*van.Options)) {
+	random := func(of uint64) *rand.Rand { return rand.New(rand.NewPCG(seed, of)) }
+	tell := func(id, to int) *teller {
+		x := &teller{end: start(t, id, options), to: to}
+		for kind := range x.last {
+			x.ended[kind], x.last[kind] = context.WithCancel(context.Background())
+		}
+		soon(x.end)
+		lost := func(up bool) {
+			if !up {
+				x.lost()
+			}
+		}
+		x.event.Store(&lost)
+		return x
+	}
+	worker, server := tell(9, 8), tell(8, 9)
+	both := []*teller{worker, server}
+	var cutters []*cutter
+	for i, x := range both {
+		other := both[1-i]
+		f := func(m *van.Message) { x.receive(other, m) }
+		x.before.Store(&f)
+		cutters = append(cutters, behindCutter(x.end, random(uint64(i))))
+	}
+	stop := make(chan struct{})
+	var drains, senders sync.WaitGroup
+	for i, x := range both {
+		x.connect(both[1-i].end)
+		drains.Go(func() {
+			for {
+				select {
+				case m := <-x.in:
+					m.Release()
+				case <-stop:
+					return
+				}
+			}
+		})
+	}
+	defer drains.Wait()
+	defer close(stop)
+	for i, x := range both {
+		for kind := range 2 {
+			senders.Go(func() {
+				r := random(uint64(10 + 2*i + kind))
+				for range 60 {
+					x.send(r, kind, storyLength(r), false)
+				}
+			})
+		}
+	}
+	senders.Wait()
+	for _, c := range cutters {
+		c.cut.Store(false)
+	}
+	for i, x := range both {
+		for kind := range 2 {
+			arrives := both[1-i].ended[kind].Done()
+			vantest.Eventually(t, limit, "the last message", func() bool {
+				x.send(random(99), kind, lastLength, true)
+				select {
+				case <-arrives:
+					return true
+				case <-time.After(50 * time.Millisecond):
+					return false
+				}
+			})
+		}
+	}
+	for i, x := range both {
+		for kind := range 2 {
+			x.mu.Lock()
+			sent := int64(len(x.sent[kind]))
+			x.mu.Unlock()
+			vantest.Eventually(t, limit, "all messages are given back", func() bool { return x.given[kind].Load() >= sent })
+			if got := x.given[kind].Load(); got != sent {
+				t.Errorf("node %d, kind %d: %d of %d messages were given back", x.self.ID, kind, got, sent)
+			}
+		}
+		other := both[1-i]
+		other.mu.Lock()
+		missed := other.missed
+		other.mu.Unlock()
+		x.mu.Lock()
+		if missed > 0 && x.losses == 0 {
+			t.Errorf("node %d was told of no loss, but %d of its messages did not arrive", x.self.ID, missed)
+		}
+		x.mu.Unlock()
+	}
+}
+
+// TestReplacementStory: processes take each other's place under one id, while the former ones go on to send and connections are cut.
+// The server never delivers a message of a former process after one of its replacement, and no process receives what the server sent
+// before it knew that process.
+func TestReplacementStory(t *testing.T) {
+	n := *stories
+	if testing.Short() || vantest.Race {
+		n = min(n, 3)
+	}
+	for i := range n {
+		seed := *firstStory + uint64(i)
+		t.Run(fmt.Sprint(seed), func(t *testing.T) {
+			t.Parallel()
+			replacementStory(t, seed)
+		})
+	}
+}
+
+func replacementStory(t *testing.T, seed uint64) {
+	const processes, step = 5, 10_000 // process k uses the timestamps from k*step on
+	server := start(t, 8, nil)
+	soon(server)
+	gate := behindCutter(server, rand.New(rand.NewPCG(seed, 0)))
+	r := rand.New(rand.NewPCG(seed, 1))
+	stop := make(chan struct{})
+	var all sync.WaitGroup
+	defer all.Wait()
+	defer close(stop)
+	drain := func(e *end) {
+		all.Go(func() {
+			for {
+				select {
+				case m := <-e.in:
+					m.Release()
+				case <-stop:
+					return
+				}
+			}
+		})
+	}
+	check := func(e *end, m *van.Message) {
+		if got := m.Vals.Host(); !bytes.Equal(got, pattern(len(got), int(m.Timestamp))) {
+			t.Errorf("node %d: message %d arrived with other bytes", e.self.ID, m.Timestamp)
+		}
+	}
+	last := -1 // deliveries of one peer's messages do not overlap
+	arrived := make([]chan struct{}, processes)
+	for k := range arrived {
+		arrived[k] = make(chan struct{})
+	}
+	f := func(m *van.Message) {
+		check(server, m)
+		ts := int(m.Timestamp)
+		if ts <= last {
+			t.Errorf("message %d of process %d was delivered after message %d of process %d", ts%step, ts/step, last%step, last/step)
+		}
+		if last < 0 || last/step < ts/step {
+			close(arrived[ts/step])
+		}
+		last = ts
+	}
+	server.before.Store(&f)
+	drain(server)
+	send := func(e *end, to, k int, request bool) {
+		for i := 1; ; i++ {
+			select {
+			case <-stop:
+				return
+			default:
+			}
+			b := pattern(storyLength(rand.New(rand.NewPCG(seed, uint64(i))))/20, k*step+i)
+			if e.Send(dataMessage(to, k*step+i, request, request, b)) != nil || i%20 == 0 {
+				time.Sleep(time.Millisecond)
+			}
+		}
+	}
+	var knows sync.RWMutex // held while the server sends (read), and when it learns of a process
+	known := 0
+	all.Go(func() {
+		for i := 1; ; i++ {
+			select {
+			case <-stop:
+				return
+			default:
+			}
+			knows.RLock()
+			ts := known*step + i%step
+			err := server.Send(dataMessage(9, ts, false, false, pattern(i%500, ts)))
+			knows.RUnlock()
+			if err != nil || i%20 == 0 {
+				time.Sleep(time.Millisecond)
+			}
+		}
+	})
+	for k := range processes {
+		worker := start(t, 9, nil)
+		soon(worker)
+		g := func(m *van.Message) {
+			check(worker, m)
+			if int(m.Timestamp)/step < k {
+				t.Errorf("process %d received answer %d, which was sent to process %d", k, m.Timestamp%step, m.Timestamp/step)
+			}
+		}
+		worker.before.Store(&g)
+		drain(worker)
+		behindCutter(worker, rand.New(rand.NewPCG(seed, uint64(100+k))))
+		worker.connect(server)
+		sends := make(chan struct{})
+		begin := sync.OnceFunc(func() { close(sends) })
+		all.Go(func() {
+			<-sends
+			send(worker, 8, k, true)
+		})
+		if r.IntN(2) == 0 {
+			begin() // before the server knows it
+		}
+		knows.Lock()
+		server.connect(worker)
+		known = k
+		knows.Unlock()
+		if k > 0 && r.IntN(2) == 0 {
+			time.Sleep(time.Duration(r.IntN(20)) * time.Millisecond)
+		}
+		server.Admit(9)
+		begin()
+		if k == processes-1 {
+			gate.cut.Store(false)
+		}
+		select {
+		case <-arrived[k]:
+		case <-time.After(limit):
+			t.Fatalf("nothing of process %d arrives", k)
+		}
+	}
+}
