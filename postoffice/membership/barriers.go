@@ -88,8 +88,9 @@ type barrier struct {
 type barrierRequest struct {
 	id, customer int
 	stamp        int32
-	ending       bool // at the end of a program
-	finalize     bool // of Finalize: its node then leaves
+	at           time.Duration // the time of its arrival
+	ending       bool          // at the end of a program
+	finalize     bool          // of Finalize: its node then leaves
 	// unconfirmed: the request may have been delayed for long, and canceled meanwhile. At askedAt the node was first
 	// asked whether it still waits. The request does not count until the node confirms it.
 	unconfirmed bool
@@ -102,8 +103,9 @@ type barrierRequest struct {
 // The repeated request is not counted for the next barrier.
 type barrierOutcome struct {
 	stamp    int32
-	canceled bool   // not released: the node has canceled the request
-	failed   string // not released: the reason that was sent to the node
+	at       time.Duration // the time at which the request arrived
+	canceled bool          // not released: the node has canceled the request
+	failed   string        // not released: the reason that was sent to the node
 }
 
 // request counts a request and releases the barrier when it is complete.
@@ -116,7 +118,7 @@ func (s *barriers) request(now time.Duration, from int, msg *van.Meta) error {
 		return s.table.bad(from, msg, "control.barrier_group", group, "1 to 7")
 	}
 	key := barrierKey{group, instance}
-	a := barrierRequest{id: from, stamp: msg.Timestamp}
+	a := barrierRequest{id: from, stamp: msg.Timestamp, at: now}
 	if s.table.native(from) {
 		a.finalize = msg.Key == finalizeRequest
 		a.ending = a.finalize || msg.Key == stopRequest
@@ -136,11 +138,11 @@ func (s *barriers) request(now time.Duration, from int, msg *van.Meta) error {
 	same := func(o barrierRequest) bool { return o.id == a.id && o.customer == a.customer }
 	i := slices.IndexFunc(g.requests, same)
 	switch {
-	case s.table.native(from) && s.repeatOutcome(from, key, a.stamp):
+	case s.table.native(from) && s.repeatOutcome(now, from, key, a.stamp):
 		s.dropEmpty()
 		return nil
 	case s.alreadyReleased(from, key, msg):
-		s.releaseAgain(from, key, a.stamp)
+		s.releaseAgain(from, key, barrierOutcome{stamp: a.stamp, at: now})
 		s.dropEmpty()
 		return nil
 	case i >= 0 && g.requests[i].stamp == a.stamp && s.table.native(from): // repeated
@@ -148,7 +150,7 @@ func (s *barriers) request(now time.Duration, from int, msg *van.Meta) error {
 			s.askIfWaiting(a.askedAt, key, a)
 		}
 		return nil
-	case i >= 0 && s.table.native(from) && !newer(a.stamp, g.requests[i].stamp): // canceled, and overtaken by the next one
+	case i >= 0 && s.table.native(from) && !newer(a.stamp, g.requests[i].stamp) && now-g.requests[i].at <= maxLateness: // canceled, and overtaken by the next one
 		return nil
 	case i >= 0 && (instance || s.table.native(from)): // canceled and requested again
 		g.requests[i] = a
@@ -267,7 +269,7 @@ func (s *barriers) releaseIfComplete(now time.Duration, key barrierKey, g *barri
 	for _, id := range to {
 		request := uint64(0)
 		if i := slices.IndexFunc(g.requests, func(a barrierRequest) bool { return a.id == id }); i >= 0 && s.table.native(id) {
-			s.setOutcome(id, key, barrierOutcome{stamp: g.requests[i].stamp})
+			s.setOutcome(id, key, barrierOutcome{stamp: g.requests[i].stamp, at: g.requests[i].at})
 			request = requestKey(g.requests[i].stamp)
 		}
 		if !s.alive.isDead(id) && !kept[id] && !(last && id == van.SchedulerID) {
@@ -363,9 +365,9 @@ func (s *barriers) setOutcome(id int, key barrierKey, a barrierOutcome) {
 
 // repeatOutcome reports whether a request of a node of this library belongs to a barrier that is over, and repeats
 // the outcome if it is the latest.
-func (s *barriers) repeatOutcome(from int, key barrierKey, stamp int32) bool {
+func (s *barriers) repeatOutcome(now time.Duration, from int, key barrierKey, stamp int32) bool {
 	last, ok := s.outcomes[from][key]
-	if !ok || newer(stamp, last.stamp) {
+	if !ok || newer(stamp, last.stamp) || stamp != last.stamp && now-last.at > maxLateness {
 		return false
 	}
 	switch {
@@ -373,7 +375,7 @@ func (s *barriers) repeatOutcome(from int, key barrierKey, stamp int32) bool {
 	case last.failed != "":
 		s.sendFailure(from, key, last)
 	default:
-		s.releaseAgain(from, key, last.stamp)
+		s.releaseAgain(from, key, last)
 	}
 	return true
 }
@@ -405,13 +407,14 @@ func (s *barriers) cancelRequest(now time.Duration, from int, msg *van.Meta, n n
 	}
 	key, stamp := barrierKey{n.group, n.instance}, int32(msg.Key-1)
 	if last, ok := s.outcomes[from][key]; !ok || newer(stamp, last.stamp) {
-		s.setOutcome(from, key, barrierOutcome{stamp: stamp, canceled: true})
+		s.setOutcome(from, key, barrierOutcome{stamp: stamp, at: now, canceled: true})
 	}
 	if g := s.open[key]; g != nil {
 		if i := slices.IndexFunc(g.requests, func(a barrierRequest) bool { return a.id == from && a.stamp == stamp }); i >= 0 {
 			if from != van.SchedulerID { // its own error says it
 				s.out.emit(Warning{Text: s.table.peer(from) + " no longer waits: " + s.missingText(key, g)})
 			}
+			s.setOutcome(from, key, barrierOutcome{stamp: stamp, at: g.requests[i].at, canceled: true})
 			g.requests = slices.Delete(g.requests, i, i+1)
 		}
 		s.recheck(now)
@@ -420,9 +423,9 @@ func (s *barriers) cancelRequest(now time.Duration, from int, msg *van.Meta, n n
 }
 
 // releaseAgain repeats the release of a request.
-func (s *barriers) releaseAgain(id int, key barrierKey, stamp int32) {
-	s.setOutcome(id, key, barrierOutcome{stamp: stamp})
-	s.out.release(id, key.instance, 0, 0, requestKey(stamp))
+func (s *barriers) releaseAgain(id int, key barrierKey, a barrierOutcome) {
+	s.setOutcome(id, key, a)
+	s.out.release(id, key.instance, 0, 0, requestKey(a.stamp))
 }
 
 // replaced removes the requests of the earlier process of id.
@@ -559,7 +562,7 @@ func (s *barriers) fail(key barrierKey, g *barrier, text string) (some bool) {
 	}
 	for _, a := range told {
 		if a.id != van.SchedulerID && !s.alive.isDead(a.id) {
-			failed := barrierOutcome{stamp: a.stamp, failed: text}
+			failed := barrierOutcome{stamp: a.stamp, at: a.at, failed: text}
 			s.setOutcome(a.id, key, failed)
 			s.sendFailure(a.id, key, failed)
 		}

@@ -60,7 +60,7 @@ type pendingTable struct {
 const maxPendingTables = 256
 
 func newNode(b core, calls *pendingBarriers) *node {
-	return &node{core: b, pending: calls, policies: nodePolicies{core: b}, records: records{core: b, pending: calls, latest: map[int]int32{}}}
+	return &node{core: b, pending: calls, policies: nodePolicies{core: b}, records: records{core: b, pending: calls, latest: map[int]latestRecord{}}}
 }
 
 // register sends this node's record to the scheduler.
@@ -397,7 +397,7 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 		dead := what.ids()
 		for _, id := range n.table.ids() {
 			switch h := n.alive.peers[id]; {
-			case id == n.table.self.ID || h == nil || n.records.outdated(id, msg):
+			case id == n.table.self.ID || h == nil || n.records.outdated(now, id, msg):
 			case slices.Contains(dead, id):
 				n.pending.peerDead(now, id, declared, &lossError{text: "the scheduler says: it is dead"})
 			case h.deadFor&declared != 0:
@@ -433,7 +433,7 @@ func (n *node) deathNotice(now time.Duration, msg *van.Meta, what notice) error 
 			n.out.emit(Warning{Text: n.table.name() + ": the scheduler has declared this node dead: " + what.text})
 		}
 	case about != 0 && known != 0 && about != known: // about an earlier or a later process than the one in the table
-	case n.records.outdated(id, msg):
+	case n.records.outdated(now, id, msg):
 	case what.verb == verbBack:
 		n.pending.peerAlive(now, id, declared)
 	case what.verb == verbCut && h != nil && h.isSameLoss(now):

@@ -16,8 +16,14 @@ import (
 type records struct {
 	core
 	pending *pendingBarriers
-	latest  map[int]int32 // timestamp of the scheduler's latest message about each node, see outdated
-	linked  []int         // nodes of this one's role, see Machine.Link
+	latest  map[int]latestRecord // the scheduler's latest message about each node, see outdated
+	linked  []int                // nodes of this one's role, see Machine.Link
+}
+
+// latestRecord has the timestamp of a message and the time of its arrival.
+type latestRecord struct {
+	stamp int32
+	at    time.Duration
 }
 
 func (r *records) step(now time.Duration, msg *van.Meta) error {
@@ -29,7 +35,7 @@ func (r *records) step(now time.Duration, msg *van.Meta) error {
 	}
 	r.noteGeneration(msg)
 	for i := range msg.Control.Nodes {
-		if n := &msg.Control.Nodes[i]; n.Role != van.Scheduler && r.life.phase != failed && !r.outdated(n.ID, msg) {
+		if n := &msg.Control.Nodes[i]; n.Role != van.Scheduler && r.life.phase != failed && !r.outdated(now, n.ID, msg) {
 			r.update(now, n)
 		}
 	}
@@ -38,14 +44,14 @@ func (r *records) step(now time.Duration, msg *van.Meta) error {
 
 // outdated reports whether the scheduler has sent a newer message than msg about id; if not, it notes msg as the
 // latest. With PS_RESEND a lost message arrives after later ones.
-func (r *records) outdated(id int, msg *van.Meta) bool {
+func (r *records) outdated(now time.Duration, id int, msg *van.Meta) bool {
 	if !r.table.has(id) || msg.Timestamp == van.Empty {
 		return false
 	}
-	if last, ok := r.latest[id]; ok && newer(last, msg.Timestamp) {
+	if last, ok := r.latest[id]; ok && newer(last.stamp, msg.Timestamp) && now-last.at <= maxLateness {
 		return true
 	}
-	r.latest[id] = msg.Timestamp
+	r.latest[id] = latestRecord{msg.Timestamp, now}
 	return false
 }
 
@@ -85,7 +91,7 @@ func (r *records) join(now time.Duration, msg *van.Meta) error {
 	r.noteGeneration(msg)
 	for i := range table {
 		r.table.learn(table[i].ID, &table[i])
-		r.outdated(table[i].ID, msg)
+		r.outdated(now, table[i].ID, msg)
 	}
 	r.table.self = *r.table.record(own.ID)
 	r.table.sign(&r.table.self)
