@@ -30,15 +30,23 @@ const (
 
 // programEnds has the ends of programs that a node knows of.
 type programEnds struct {
-	sent      atomic.Int32 // timestamp of the last message
-	anyWorker atomic.Bool  // a worker's program has ended
+	anyWorker atomic.Bool // a worker's program has ended
 
-	mu         sync.Mutex     // guards the fields below
-	call       string         // the call in which this node's program waits at its end, "" if none
-	stopRepeat chan struct{}  // closed to end the repeats; nil unless this is a worker that waits
-	onEnding   []*func()      // see App.OnEnding
-	workers    map[int]uint32 // epochs of the workers whose programs end, by id
+	mu         sync.Mutex            // guards the fields below
+	sent       int32                 // timestamp of the last message
+	call       string                // the call in which this node's program waits at its end, "" if none
+	waiting    int                   // number of such calls: several goroutines may wait
+	stopRepeat chan struct{}         // closed to end the repeats; nil unless this is a worker that waits
+	onEnding   []*func()             // see App.OnEnding
+	workers    map[int]workerMessage // the last messages of workers, by id
 	watchers   []*func(id int)
+}
+
+// workerMessage describes a message of a worker about the end of its program.
+type workerMessage struct {
+	epoch uint32
+	stamp int32
+	ends  bool // false: the program continues
 }
 
 // begin records that this node's program waits in call. It returns the functions to be called, and whether the
@@ -48,17 +56,38 @@ func (e *programEnds) begin(call string) (begins []*func(), first bool) {
 	defer e.mu.Unlock()
 	first = e.call == ""
 	e.call = call
+	e.waiting++
 	return slices.Clone(e.onEnding), first
 }
 
-// workerEnded records a message of a worker.
+// next returns the timestamp and the Head of the next message.
+func (e *programEnds) next() (stamp, head int32) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.sent++
+	if e.call == "" {
+		return e.sent, headContinues
+	}
+	return e.sent, headEnds
+}
+
+// concerns reports whether server id, which was lost and is back, may lack a message of this worker.
+func (e *programEnds) concerns(id int) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.sent > 0 && van.RoleOf(id) == van.Server
+}
+
+// workerEnded records a message of a worker, unless a later one has arrived before.
 func (e *programEnds) workerEnded(msg *van.Message) {
 	e.mu.Lock()
+	if last, ok := e.workers[msg.Sender]; ok && last.epoch == msg.ProcessEpoch && msg.Timestamp <= last.stamp {
+		e.mu.Unlock()
+		return
+	}
+	e.workers[msg.Sender] = workerMessage{msg.ProcessEpoch, msg.Timestamp, msg.Head == headEnds}
 	if msg.Head == headEnds {
 		e.anyWorker.Store(true)
-		e.workers[msg.Sender] = msg.ProcessEpoch
-	} else {
-		delete(e.workers, msg.Sender)
 	}
 	watchers := slices.Clone(e.watchers)
 	e.mu.Unlock()
@@ -96,34 +125,39 @@ func (n *Node) startEnding(call string) {
 		n.ending.mu.Lock()
 		n.ending.stopRepeat = told
 		n.ending.mu.Unlock()
-		n.notifyServers(headEnds)
+		n.notifyServers(n.App().Members(van.ServerGroup))
 		go n.repeatEnding(told)
 	}
 }
 
-// stopEnding records that the program no longer waits. If err is not nil and the node can be used and is not being
-// closed, the program continues.
+// stopEnding records that a StopBarrier has ended with err; if err is nil, Finalize follows. If err is not nil, the
+// program continues unless another call waits, the node cannot be used, or it is being closed.
 func (n *Node) stopEnding(err error) {
-	n.ending.mu.Lock()
-	told, call := n.ending.stopRepeat, n.ending.call
-	continues := call != "" && err != nil && n.lifetime.Alive() == nil && !n.lifetime.isClosing()
+	e := &n.ending
+	e.mu.Lock()
+	e.waiting--
+	fails := err != nil && e.waiting == 0
+	continues := fails && n.lifetime.Alive() == nil && !n.lifetime.isClosing()
+	if fails {
+		e.stopRepeating()
+	}
 	if continues {
-		n.ending.call = ""
+		e.call = ""
 	}
-	if err != nil || n.lifetime.Alive() != nil {
-		n.ending.stopRepeat = nil
-	} else {
-		told = nil // Finalize follows
-	}
-	n.ending.mu.Unlock()
-	if told != nil {
-		close(told)
-	}
+	e.mu.Unlock()
 	if continues {
 		n.apps.refuseNew("")
 		if n.role == van.Worker {
-			n.notifyServers(headContinues)
+			n.notifyServers(n.App().Members(van.ServerGroup))
 		}
+	}
+}
+
+// stopRepeating ends the goroutine of repeatEnding, if it runs. mu is held.
+func (e *programEnds) stopRepeating() {
+	if e.stopRepeat != nil {
+		close(e.stopRepeat)
+		e.stopRepeat = nil
 	}
 }
 
@@ -131,7 +165,7 @@ func (n *Node) repeatEnding(told <-chan struct{}) {
 	for pause := endingRepeat; ; pause = min(2*pause, maxEndingRepeat) {
 		select {
 		case <-time.After(pause):
-			n.notifyServers(headEnds)
+			n.notifyServers(n.App().Members(van.ServerGroup))
 		case <-told:
 			return
 		case <-n.lifetime.stop:
@@ -140,19 +174,20 @@ func (n *Node) repeatEnding(told <-chan struct{}) {
 	}
 }
 
-// notifyServers sends a message to all servers of this library. repeatEnding also repeats a message that could not be
-// sent.
-func (n *Node) notifyServers(head int32) {
+// notifyServers sends a message to the servers with these ids, if they are of this library. repeatEnding also repeats a
+// message that could not be sent. A server that is lost gets a message when it is back.
+func (n *Node) notifyServers(ids []int) {
 	a := n.App()
-	for _, id := range a.Members(van.ServerGroup) {
+	for _, id := range ids {
 		if !a.Native(id) || n.processes.lost(id) != nil {
 			continue
 		}
 		msg := &van.Message{}
 		msg.Reset()
 		msg.Receiver = id
-		msg.Request, msg.SimpleApp, msg.Head = true, true, head
-		msg.AppID, msg.CustomerID, msg.Timestamp = endingApp, endingApp, n.ending.sent.Add(1)
+		msg.Request, msg.SimpleApp = true, true
+		msg.AppID, msg.CustomerID = endingApp, endingApp
+		msg.Timestamp, msg.Head = n.ending.next()
 		if err := a.Send(msg); err != nil {
 			n.log.Debug("could not notify a server that this worker's program ends", "server", n.peerName(id), "err", err)
 		}
@@ -184,8 +219,8 @@ func (a App) HasEnded(worker int) bool {
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	epoch, ended := e.workers[worker]
-	return ended && epoch == a.processes.of(worker).epoch
+	last := e.workers[worker]
+	return last.ends && last.epoch == a.processes.of(worker).epoch
 }
 
 // OnEnded makes the node call f when HasEnded may have changed for the worker with that id. f must not block. The

@@ -5,9 +5,11 @@ import (
 	"errors"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/hooks"
@@ -146,4 +148,91 @@ func TestReplacementOfAnEndedWorker(t *testing.T) {
 		t.Fatal(err)
 	}
 	vantest.Eventually(t, 20*time.Second, "its replacement has not ended", func() bool { return !ended() })
+}
+
+// TestContinuesWhileAServerIsLost: a server to which a worker had no connection when its program continued receives that
+// notice when the connection is restored.
+func TestContinuesWhileAServerIsLost(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 2})
+	w := core(c.Workers[0])
+	ended := func(i int) bool { return core(c.Servers[i]).App().HasEnded(w.ID()) }
+	ctx, cancel := context.WithCancel(t.Context())
+	result := make(chan error, 1)
+	go func() { result <- w.StopBarrier(ctx) }()
+	vantest.Eventually(t, 20*time.Second, "the end is known", func() bool { return ended(0) && ended(1) })
+	w.PeerChanged(van.ServerID(0), false, errors.New("connection reset"))
+	cancel()
+	<-result
+	vantest.Eventually(t, 20*time.Second, "the program goes on at the other server", func() bool { return !ended(1) })
+	if !ended(0) {
+		t.Fatal("a server without a connection has received the notice")
+	}
+	w.PeerChanged(van.ServerID(0), true, nil)
+	vantest.Eventually(t, 20*time.Second, "the program goes on", func() bool { return !ended(0) })
+}
+
+// TestEndsInAnotherCall: a StopBarrier that fails while another StopBarrier or Shutdown of the node waits does not make the
+// program continue.
+func TestEndsInAnotherCall(t *testing.T) {
+	for _, x := range []struct {
+		call string
+		wait func(*cluster.Node, context.Context) error
+	}{{"stop()", (*cluster.Node).StopBarrier}, {"Finalize", (*cluster.Node).Shutdown}} {
+		t.Run(x.call, func(t *testing.T) {
+			hook := &hooks.Van{}
+			c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("worker", 0)})
+			w, s := core(c.Workers[0]), core(c.Servers[0])
+			var continues atomic.Int32
+			hook.OnSend(func(m *van.Message) hooks.Verdict {
+				if isEnd(m) && m.Head == 0 {
+					continues.Add(1)
+				}
+				return hooks.Pass
+			})
+			others, endOthers := context.WithCancel(t.Context())
+			ctx, cancel := context.WithCancel(t.Context())
+			result, other := make(chan error, 1), make(chan error, 1)
+			go func() { result <- w.StopBarrier(ctx) }()
+			vantest.Eventually(t, 20*time.Second, "the end is known", func() bool { return s.App().HasEnded(w.ID()) })
+			go func() { other <- x.wait(w, others) }()
+			vantest.Eventually(t, 20*time.Second, "both calls wait", func() bool { return w.EndingCalls() == 2 })
+			cancel()
+			if err := <-result; err == nil {
+				t.Error("StopBarrier of one node has ended well")
+			}
+			if n := continues.Load(); n > 0 || !s.App().HasEnded(w.ID()) || w.EndingCall() == "" {
+				t.Errorf("the worker has sent %d notices that its program continues, while it waits in %s", n, x.call)
+			}
+			endOthers()
+			if err := <-other; err == nil {
+				t.Errorf("%s of one node has ended well", x.call)
+			}
+			if n := continues.Load(); x.call == "stop()" && n == 0 {
+				t.Error("the worker has sent no notice that its program continues, want one after the last call")
+			}
+		})
+	}
+}
+
+// TestEarlierNoticeOfAWorker: a server ignores a notice of a worker that arrives after a later one.
+func TestEarlierNoticeOfAWorker(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	w, s := core(c.Workers[0]), core(c.Servers[0])
+	told := func(head, stamp int32) bool {
+		m := &van.Message{Sender: w.ID(), Receiver: s.ID()}
+		m.Reset()
+		m.Sender, m.Request, m.SimpleApp, m.Head = w.ID(), true, true, head
+		m.AppID, m.CustomerID, m.Timestamp = 0x5ED0000, 0x5ED0000, stamp
+		m.SetIncarnations(w.Incarnation(), s.Incarnation())
+		s.Receive(m)
+		return s.App().HasEnded(w.ID())
+	}
+	for _, x := range []struct {
+		head, stamp int32
+		want        bool
+	}{{1, 1, true}, {0, 3, false}, {1, 2, false}, {1, 4, true}, {0, 4, true}} {
+		if got := told(x.head, x.stamp); got != x.want {
+			t.Errorf("after notice %d with timestamp %d the worker's program has ended: %t, want %t", x.head, x.stamp, got, x.want)
+		}
+	}
 }

@@ -66,6 +66,20 @@ func (n *Node) PendingCancels() int {
 	return len(n.pending.cancellations)
 }
 
+// EndingCall is the call in which this node's program waits at its end, "" if none.
+func (n *Node) EndingCall() string {
+	n.ending.mu.Lock()
+	defer n.ending.mu.Unlock()
+	return n.ending.call
+}
+
+// EndingCalls counts the calls in which it waits.
+func (n *Node) EndingCalls() int {
+	n.ending.mu.Lock()
+	defer n.ending.mu.Unlock()
+	return n.ending.waiting
+}
+
 // SetLost makes node id considered dead because of cause, or alive with nil.
 func (n *Node) SetLost(id int, cause error) { n.processes.setLost(id, cause) }
 

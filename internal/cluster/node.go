@@ -156,7 +156,6 @@ func (n *Node) leave(ctx context.Context, linger time.Duration) error {
 	n.control.mu.Unlock()
 
 	close(n.lifetime.stop) // without waiting for tick: leave may run in a callback of it
-	n.stopEnding(nil)
 	n.apps.failAll(&van.Error{Op: "wait", Node: n.Name(), Err: van.ErrClosed})
 	n.control.queues.await(shortLinger)
 	n.pending.close()

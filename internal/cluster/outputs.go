@@ -71,6 +71,9 @@ func (n *Node) perform(o membership.Output) {
 	case membership.PeerAlive:
 		n.log.Warn("peer is back", "peer", n.peerName(o.ID))
 		n.notices.resend(o.ID)
+		if n.ending.concerns(o.ID) {
+			n.notifyServers([]int{o.ID})
+		}
 		n.watchers.notify(o.ID, true, nil)
 		n.pending.deliverPending(o.ID)
 	case membership.PeerReplaced:
