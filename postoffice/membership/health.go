@@ -91,7 +91,10 @@ func (l *liveness) isDead(id int) bool {
 	return h != nil && h.deadFor != 0
 }
 
-// schedulerUnreachable reports whether the scheduler cannot be asked now.
+// errNotResumed is the reason why a scheduler that is alive cannot be asked.
+var errNotResumed = &lossError{text: "the scheduler was started again and has not resumed the cluster"}
+
+// schedulerUnreachable reports whether the scheduler cannot be asked now. The cause in its peerHealth is the reason.
 func (l *liveness) schedulerUnreachable() bool { return l.isDead(van.SchedulerID) || l.life.rejoining }
 
 // heard notes a message of from, and reports whether from was considered silent.
@@ -144,6 +147,9 @@ func (l *liveness) markAlive(now time.Duration, id int, r deathReason) bool {
 		return false
 	}
 	h.seen, h.deadFor, h.cause = max(h.seen, now), 0, nil
+	if id == van.SchedulerID && l.life.rejoining { // it still cannot be asked
+		h.cause = errNotResumed
+	}
 	if !l.life.leaving {
 		l.out.emit(PeerAlive{id})
 	}

@@ -300,8 +300,7 @@ func (n *node) schedulerChanged(now time.Duration, rec *van.Node) bool {
 	n.table.incs[van.SchedulerID] = who.Incarnation
 	n.life.rejoining, n.proof = true, ""
 	n.nextHeartbeat = now + rejoinHeartbeat
-	n.alive.peers[van.SchedulerID] = &peerHealth{seen: now, deadSince: now,
-		cause: &lossError{text: "the scheduler was started again and has not resumed the cluster"}}
+	n.alive.peers[van.SchedulerID] = &peerHealth{seen: now, deadSince: now, cause: errNotResumed}
 	n.out.connect(van.SchedulerID, n.table.scheduler)
 	n.out.emit(PeerReplaced{van.SchedulerID, n.table.scheduler})
 	clear(n.records.latest) // its timestamps begin anew

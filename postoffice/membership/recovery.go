@@ -100,6 +100,19 @@ func (r *schedulerRecovery) heartbeat(now time.Duration, rec *van.Node, who van.
 	r.decide(now)
 }
 
+// lost forgets a node that has returned over a connection that broke. If it runs, its next heartbeat shows that.
+func (r *schedulerRecovery) lost(temp int) {
+	for id, c := range r.nodes {
+		if c.temp == temp {
+			r.out.disconnect(temp)
+			delete(r.nodes, id)
+		}
+	}
+	if len(r.nodes) == 0 {
+		r.nodes = nil
+	}
+}
+
 // sendRejoin tells a node, to which temp is the connection, that this scheduler is a new process. request is "table"
 // for the whole table, or the proof of the node's address.
 func (r *schedulerRecovery) sendRejoin(temp int, request string) {

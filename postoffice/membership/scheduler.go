@@ -314,6 +314,7 @@ func (s *scheduler) lost(now time.Duration, id int, cause error) {
 	switch {
 	case id < 0:
 		s.registrations.lost(id, cause)
+		s.recovery.lost(id)
 	case s.alive.peers[id] != nil:
 		err, quiet := s.alive.connectionLost(now, id, cause)
 		if quiet {
