@@ -29,7 +29,9 @@ func (n *Node) perform(o membership.Output) {
 			n.rarely("connect: "+logx.Kind(err)).Error("connect failed", "peer", n.peerName(o.ID), "err", err)
 			n.control.step(func(t time.Duration) { n.control.machine.ConnectFailed(t, o.ID, err) })
 		}
-		n.pending.connected(o.ID)
+		if n.processes.has(o.ID, &o.Node) {
+			n.pending.connected(o.ID)
+		}
 	case membership.Disconnect:
 		n.transport.van.Disconnect(o.ID)
 		n.peers.Delete(o.ID)
@@ -77,7 +79,7 @@ func (n *Node) perform(o membership.Output) {
 		n.watchers.notify(o.ID, true, nil)
 		n.pending.deliverPending(o.ID)
 	case membership.PeerReplaced:
-		n.peerReplaced(o.ID)
+		n.peerReplaced(o.ID, &o.Node)
 	case membership.Policies:
 		states := n.applyPolicies(o.List)
 		n.control.step(func(t time.Duration) { n.control.machine.PoliciesAre(t, o.Version, states) })
@@ -88,13 +90,16 @@ func (n *Node) perform(o membership.Output) {
 	}
 }
 
-// peerReplaced handles a new process of a peer: requests to the earlier process fail, and messages of the new one are
-// delivered.
-func (n *Node) peerReplaced(id int) {
+// peerReplaced handles a new process of a peer, which has the record: requests to the earlier process fail, and messages
+// of the new one are delivered.
+func (n *Node) peerReplaced(id int, record *van.Node) {
 	// The new process does not answer requests to the earlier one.
 	if n.processes.lost(id) == nil {
 		n.apps.peerLost(id, errReplaced)
 		n.watchers.notify(id, false, errReplaced)
+	}
+	if !n.processes.has(id, record) { // the PeerReplaced of the next one follows
+		return
 	}
 	n.control.mu.Lock()
 	if !slices.Contains(n.control.machine.DeadNodes(now(), 0), id) { // the new process may be lost already

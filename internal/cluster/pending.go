@@ -57,7 +57,8 @@ type pendingMessage struct {
 type pendingQueue struct {
 	queue      []pendingMessage
 	bytes      int
-	delivering bool // deliverAll is running
+	delivering bool             // deliverAll is running
+	passed     []pendingMessage // those of unknown processes that deliverAll has met; they are queued again at its end
 }
 
 func (s *pendingMessages) init(self *nodeInfo, processes *processes, apps *apps) {
@@ -162,17 +163,19 @@ func (s *pendingMessages) enqueue(msg *van.Message) bool {
 		if v == nil {
 			v = &pendingQueue{} // add stores the queue with its first message
 		}
+		from, _ := msg.Incarnations()
+		ofMember := p.hasPending && from == p.incarnation
 		switch {
 		case s.closed:
 			return true
-		case p.hasPending && v.bytes+size > s.self.cfg.RecvBudgetPeer && len(v.queue) > 0:
+		case ofMember && v.bytes+size > s.self.cfg.RecvBudgetPeer && len(v.queue) > 0:
 			if !paused {
 				paused = true
 				s.self.pausedRead(msg.Sender, v.bytes, "a peer is not read for now: its messages from before it was known are still queued")
 			}
 			s.changed.Wait()
 			continue
-		case p.hasPending:
+		case ofMember:
 		case !s.self.mayJoin(msg.Sender):
 			s.logDropped(msg, "the cluster has no member with that id")
 			return true
@@ -200,14 +203,21 @@ func (s *pendingMessages) add(id int, e pendingMessage) {
 		s.queues[id] = v
 	}
 	v.queue = append(v.queue, e)
-	if e.refused != nil {
-		s.refused++
-	} else {
+	if e.refused == nil {
 		v.bytes += weight(e.msg)
-		s.bytes += weight(e.msg)
 	}
+	s.count(e, 1)
 	if s.expiry == nil {
 		s.expireIn(pendingTime)
+	}
+}
+
+// count adds e to the limits of all queues (sign 1), or subtracts it (sign -1). mu is held.
+func (s *pendingMessages) count(e pendingMessage, sign int) {
+	if e.refused != nil {
+		s.refused += sign
+	} else {
+		s.bytes += sign * weight(e.msg)
 	}
 }
 
@@ -252,12 +262,10 @@ func (s *pendingMessages) shift(v *pendingQueue) pendingMessage {
 	e := v.queue[0]
 	v.queue[0] = pendingMessage{}
 	v.queue = v.queue[1:]
-	if e.refused != nil {
-		s.refused--
-	} else {
+	if e.refused == nil {
 		v.bytes -= weight(e.msg)
-		s.bytes -= weight(e.msg)
 	}
+	s.count(e, -1)
 	return e
 }
 
@@ -357,7 +365,6 @@ func (s *pendingMessages) startDelivery(id int) {
 // deliverAll applies the cancellations of node id and delivers its queued messages, including those that are queued
 // meanwhile. Messages of a process that this node does not know yet stay queued.
 func (s *pendingMessages) deliverAll(id int) {
-	var unknown []pendingMessage
 	for {
 		s.processes.mu.Lock()
 		s.mu.Lock()
@@ -372,14 +379,12 @@ func (s *pendingMessages) deliverAll(id int) {
 			continue
 		}
 		if connected := s.processes.of(id).connected; v == nil || len(v.queue) == 0 || s.closed || !connected {
-			if s.keep(id, unknown) && connected && !s.closed { // their record has arrived meanwhile
-				unknown = nil
-				s.queues[id].delivering = true
+			if s.keep(id, v) && connected && !s.closed { // their record has arrived meanwhile
 				s.mu.Unlock()
 				s.processes.mu.Unlock()
 				continue
 			}
-			if v = s.queues[id]; v != nil {
+			if v != nil {
 				v.delivering = false
 				if len(v.queue) == 0 {
 					delete(s.queues, id)
@@ -398,8 +403,11 @@ func (s *pendingMessages) deliverAll(id int) {
 		msg, p := e.msg, *s.processes.of(id)
 		p.hasPending = false
 		switch verdict := s.processes.check(msg, &p); {
-		case verdict == postpone, verdict == deliver && holdsOf(unknown, msg): // in order, also if the record arrives meanwhile
-			unknown = append(unknown, e)
+		case verdict == postpone, verdict == deliver && holdsOf(v.passed, msg): // in order, also if the record arrives meanwhile
+			s.mu.Lock()
+			v.passed = append(v.passed, e)
+			s.count(e, 1)
+			s.mu.Unlock()
 			continue
 		case verdict == deliver && e.refused != nil:
 			s.apps.notices.refuse(id, p.epoch, msg.AppID, msg.CustomerID, msg.Timestamp, e.refused)
@@ -421,10 +429,16 @@ func holdsOf(all []pendingMessage, msg *van.Message) bool {
 	})
 }
 
-// keep queues messages of node id again that could not be delivered. It reports whether one is of the process that has the
-// id now. processes.mu and mu are held.
-func (s *pendingMessages) keep(id int, all []pendingMessage) (known bool) {
-	for _, e := range all {
+// keep queues the messages of node id again that deliverAll has passed. It reports whether one is of the process that has
+// the id now. processes.mu and mu are held.
+func (s *pendingMessages) keep(id int, v *pendingQueue) (known bool) {
+	if v == nil {
+		return false
+	}
+	passed := v.passed
+	v.passed = nil
+	for _, e := range passed {
+		s.count(e, -1)
 		if s.closed {
 			e.msg.Release()
 			continue

@@ -256,6 +256,12 @@ func TestAnsweredWhenReplaced(t *testing.T) {
 		t.Fatalf("delivered before its sender can be answered: %v", err)
 	case <-time.After(100 * time.Millisecond): // in which it would have arrived
 	}
+	// This node has connected to a process in between, which was replaced meanwhile: answers would go there.
+	between := van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: next + 1}).Encode()}
+	core(s).CarryOut(membership.PeerReplaced{ID: id, Node: between})
+	if core(s).Lost(id) == nil {
+		t.Error("a process counts as alive before this node has connected to it")
+	}
 	core(s).CarryOut(membership.PeerReplaced{ID: id, Node: record})
 	select {
 	case err := <-lost:
@@ -316,6 +322,56 @@ func TestPendingMessagesHaveABudget(t *testing.T) {
 	if n := hook.Held(); n != 0 {
 		t.Errorf("%d messages are held after Close", n)
 	}
+}
+
+// TestPendingMessagesOfTwoProcesses: the budget for unknown processes holds for messages that arrive under the id of a member
+// whose own messages are queued, and for those that its delivery has met.
+func TestPendingMessagesOfTwoProcesses(t *testing.T) {
+	const size, budget = 100 << 10, 1 << 20
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0), Set: func(c *postoffice.Config) { c.StrangerBudget = budget }})
+	w, s := core(c.Workers[0]), core(c.Servers[0])
+	entered, leave := make(chan struct{}), make(chan struct{})
+	if _, err := s.App().AddCustomer(7, 7, func(*van.Message) {
+		entered <- struct{}{}
+		<-leave
+	}); err != nil {
+		t.Fatal(err)
+	}
+	id, next := van.WorkerID(0), w.Incarnation()^0x5555
+	send := func(incarnation uint32, from, to int32) {
+		t.Helper()
+		for ts := from; ts < to; ts++ {
+			m := rawRequest(7, ts, size)
+			m.Sender = id
+			m.SetIncarnations(incarnation, s.Incarnation())
+			if err := w.Van().Send(m); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	check := func(when string, sent uint64) {
+		t.Helper()
+		until(t, when+", all have arrived", func() bool {
+			return uint64(hook.Held())+s.Stats().StrangerMessages >= sent
+		})
+		if n := hook.Held(); n*size > budget+2*size {
+			t.Errorf("%s, %d messages of %d bytes are queued, the budget is %d", when, n, size, budget)
+		}
+	}
+	s.SetLost(id, van.ErrPeerLost)
+	s.SetProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: next}).Encode()})
+	send(next, 0, 1)
+	send(next^1, 0, 30)
+	send(next, 1, 2)
+	check("before the member can be answered", 32)
+	s.CarryOut(membership.PeerReplaced{ID: id, Node: van.Node{Role: van.Worker, ID: id}})
+	<-entered
+	leave <- struct{}{}
+	<-entered // the delivery has passed the messages of the unknown process
+	send(next^1, 30, 60)
+	check("while the member's messages are delivered", 61)
+	close(leave)
 }
 
 // TestQueuedRequestsExpire: requests for an application that is not made are dropped after STEPAF_START_TIMEOUT, with

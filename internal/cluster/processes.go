@@ -69,6 +69,13 @@ func (t *processes) change(id int, f func(*process)) {
 	(*old)[id].Store(&p)
 }
 
+// has reports whether the process of record still has id. Another process may have replaced it since. C++ StepMesh
+// processes cannot be told apart.
+func (t *processes) has(id int, record *van.Node) bool {
+	who, ok := record.Extension()
+	return !ok || who.Incarnation == t.of(id).incarnation
+}
+
 // waits reports whether the process that had node id at that epoch may wait for an answer: it is not lost, and has not been replaced.
 // A node waits for its own answers.
 func (t *processes) waits(id int, epoch uint32) bool {

@@ -415,6 +415,13 @@ func (n *Node) look(t *testing.T, w io.Writer, ids []int) {
 					refused++
 				}
 			}
+			for _, e := range v.passed {
+				if e.refused == nil {
+					total += weight(e.msg)
+				} else {
+					refused++
+				}
+			}
 			if v.bytes != sum {
 				t.Errorf("%d bytes of %d are counted, %d are held", v.bytes, id, sum)
 			}
