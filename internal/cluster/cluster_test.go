@@ -143,6 +143,19 @@ func TestBarrierLimit(t *testing.T) {
 	t.Errorf("it took %s, and more than 2 s before, as until the scheduler's next news", took)
 }
 
+// TestBarrierEndsInTime: a barrier that is over when its context ends, or its node is closed, has not failed: it is over for
+// others, too.
+func TestBarrierEndsInTime(t *testing.T) {
+	w := testcluster.Start(t, testcluster.Options{}).Workers[0]
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	for range 50 {
+		if err := core(w).InstanceBarrier(ctx, 0, int(w.ID())); err != nil { // over at once
+			t.Fatal(err)
+		}
+	}
+}
+
 // TestBarrierErrors: a barrier that cannot complete is an error, and the next one works.
 func TestBarrierErrors(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) { c.ReplaceTimeout = time.Second }})

@@ -199,6 +199,11 @@ func (c *control) await(ctx context.Context, op string, begin func(time.Duration
 		missing, hint = c.machine.Missing(ticket)
 		c.machine.CancelBarrier(ticket)
 	})
+	select {
+	case err := <-done: // it was over before
+		return err
+	default:
+	}
 	return &van.Error{Op: op, Node: c.self.Name(), Detail: missing, Elapsed: time.Since(start), Err: err, Hint: hint}
 }
 
