@@ -73,7 +73,7 @@ func New(cfg Config) (*Machine, error) {
 		return nil, err
 	}
 	b := core{cfg: &cfg, life: &lifecycle{}, table: newTable(&cfg)}
-	b.out = &outputs{table: b.table, conns: map[int]bool{}, startConns: map[int]bool{}}
+	b.out = &outputs{table: b.table, conns: map[int]bool{}, startConns: map[int]bool{}, temps: temporaryIDs{renamed: map[int]int{}}}
 	b.alive = &liveness{cfg: b.cfg, life: b.life, table: b.table, out: b.out, peers: map[int]*peerHealth{}}
 	m := &Machine{cfg: b.cfg, life: b.life, table: b.table, outputs: b.out, liveness: b.alive, pendingBarriers: &pendingBarriers{core: b, deferred: deferredLosses{}}}
 	if cfg.Role == van.Scheduler {
@@ -124,6 +124,7 @@ func (m *Machine) StepFrom(now time.Duration, from int, origin van.Origin, msg *
 // Leaving and after the final barrier. If the scheduler refuses the connection because this node was replaced, the
 // machine fails.
 func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
+	id = m.outputs.currentID(id)
 	if m.life.phase != failed && !m.life.leaving && id != m.table.self.ID {
 		m.role.lost(now, id, cmp.Or(cause, van.ErrPeerLost))
 	}
@@ -160,7 +161,7 @@ func (m *Machine) Probed(_ time.Duration, n *van.Node, from string, err error) {
 // PeerBack reports that the connection to id is open again. It does nothing if the connection was not lost.
 func (m *Machine) PeerBack(now time.Duration, id int) {
 	if m.life.phase != failed {
-		m.role.back(now, id)
+		m.role.back(now, m.outputs.currentID(id))
 	}
 }
 
@@ -168,6 +169,7 @@ func (m *Machine) PeerBack(now time.Duration, id int) {
 // all nodes that can be notified. After start-up the peer is lost until it is replaced. The registration of a node
 // without an id, whose address may be invalid, is dropped.
 func (m *Machine) ConnectFailed(now time.Duration, id int, cause error) {
+	id = m.outputs.currentID(id)
 	switch {
 	case m.life.phase == failed || m.life.leaving:
 	case m.life.phase == joining && id == van.SchedulerID || m.outputs.startConns[id]:

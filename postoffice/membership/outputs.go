@@ -3,6 +3,7 @@ package membership
 // Outputs of this node: the list of outputs, the connections that they lead to, and the control counter.
 
 import (
+	"maps"
 	"math"
 	"time"
 
@@ -15,8 +16,14 @@ type outputs struct {
 	out        []Output
 	conns      map[int]bool // ids that Send may name, besides this node's
 	startConns map[int]bool // ids whose connections must open for start-up to complete
-	lastTemp   int          // last temporary id
-	stamp      int32        // the control counter: timestamp of the next control message
+	temps      temporaryIDs
+	stamp      int32 // the control counter: timestamp of the next control message
+}
+
+// temporaryIDs are the ids of connections to nodes that had none.
+type temporaryIDs struct {
+	last    int
+	renamed map[int]int // by temporary id, the present id of its connection, see currentID
 }
 
 func (s *outputs) emit(o Output) { s.out = append(s.out, o) }
@@ -96,6 +103,7 @@ func (s *outputs) release(id int, instance bool, app, customer int32, request ui
 }
 
 func (s *outputs) connect(id int, n van.Node) {
+	s.forgetRenamed(id)
 	s.conns[id] = true
 	if id < 0 {
 		s.table.learn(id, &n)
@@ -105,9 +113,9 @@ func (s *outputs) connect(id int, n van.Node) {
 
 // connectTemp connects to a node without an id, and returns the temporary id.
 func (s *outputs) connectTemp(n van.Node) int {
-	s.lastTemp--
-	s.connect(s.lastTemp, n)
-	return s.lastTemp
+	s.temps.last--
+	s.connect(s.temps.last, n)
+	return s.temps.last
 }
 
 // rename gives the connection with a temporary id the id of a member.
@@ -115,11 +123,27 @@ func (s *outputs) rename(temp, id int) {
 	delete(s.conns, temp)
 	delete(s.table.incs, temp)
 	s.conns[id] = true
+	s.temps.renamed[temp] = id
 	s.emit(Rename{temp, id})
+}
+
+// currentID returns the id of a connection about which the transport reports something under its temporary id, before the
+// Rename is performed.
+func (s *outputs) currentID(id int) int {
+	if member, ok := s.temps.renamed[id]; ok {
+		return member
+	}
+	return id
+}
+
+// forgetRenamed forgets the temporary id of a connection that is closed or replaced.
+func (s *outputs) forgetRenamed(id int) {
+	maps.DeleteFunc(s.temps.renamed, func(_, member int) bool { return member == id })
 }
 
 func (s *outputs) disconnect(id int) {
 	if s.conns[id] {
+		s.forgetRenamed(id)
 		delete(s.conns, id)
 		delete(s.table.incs, id)
 		s.emit(Disconnect{id})
