@@ -143,6 +143,25 @@ func TestBarrierLimit(t *testing.T) {
 	t.Errorf("it took %s, and more than 2 s before, as until the scheduler's next news", took)
 }
 
+// TestLateExit: a function that is registered while the node leaves runs, too; one that was removed meanwhile does not.
+func TestLateExit(t *testing.T) {
+	n := core(testcluster.Start(t, testcluster.Options{}).Workers[0])
+	var ran []string
+	note := func(what string) func() { return func() { ran = append(ran, what) } }
+	n.App().OnExit(note("first"))
+	remove := n.App().OnExit(note("removed"))
+	n.App().OnExit(func() {
+		remove()
+		n.App().OnExit(note("late"))
+	})
+	if err := n.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if want := []string{"late", "first"}; !slices.Equal(ran, want) {
+		t.Errorf("%v ran, want %v", ran, want)
+	}
+}
+
 // TestBarrierEndsInTime: a barrier that is over when its context ends, or its node is closed, has not failed: it is over for
 // others, too.
 func TestBarrierEndsInTime(t *testing.T) {

@@ -3,6 +3,7 @@ package cluster
 // The stages of a node's life, and whether it can be used.
 
 import (
+	"slices"
 	"sync"
 	"sync/atomic"
 )
@@ -66,4 +67,18 @@ func (n *lifetime) leaveOnce(leave func() error) {
 	}
 	defer close(n.left)
 	n.finalErr = leave()
+}
+
+// nextExit removes the last of the functions of App.OnExit, nil if there are none: functions may be added and removed
+// meanwhile. mu is control.mu.
+func (n *lifetime) nextExit(mu sync.Locker) *func() {
+	mu.Lock()
+	defer mu.Unlock()
+	last := len(n.onExit) - 1
+	if last < 0 {
+		return nil
+	}
+	exit := n.onExit[last]
+	n.onExit = slices.Delete(n.onExit, last, last+1)
+	return exit
 }

@@ -5,7 +5,6 @@ package cluster
 import (
 	"context"
 	"errors"
-	"slices"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -152,7 +151,6 @@ func (n *Node) leave(ctx context.Context, linger time.Duration) error {
 		n.control.machine.Leaving(now())
 	}
 	n.lifetime.end(&van.Error{Op: "use", Node: n.Name(), Err: van.ErrClosed})
-	exits := slices.Clone(n.lifetime.onExit)
 	n.control.mu.Unlock()
 
 	close(n.lifetime.stop) // without waiting for tick: leave may run in a callback of it
@@ -163,8 +161,8 @@ func (n *Node) leave(ctx context.Context, linger time.Duration) error {
 	defer cancel()
 	err := n.transport.van.Close(ctx)
 	n.apps.close()
-	for i := len(exits) - 1; i >= 0; i-- {
-		(*exits[i])()
+	for exit := n.lifetime.nextExit(&n.control.mu); exit != nil; exit = n.lifetime.nextExit(&n.control.mu) {
+		(*exit)()
 	}
 	return errors.Join(err, n.apps.profile.close(), n.device.close())
 }
