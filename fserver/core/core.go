@@ -119,6 +119,7 @@ func (s *Session) stop(ctx context.Context, thread uint64) error {
 		defer close(done)
 		s.queue.leave(thread, done)
 	}
+	(*cluster.Node)(s.node).App().EndsAnyway()
 	err := (*cluster.Node)(s.node).StopBarrier(ctx)
 	if err != nil {
 		s.node.Close()

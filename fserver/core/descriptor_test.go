@@ -1,6 +1,7 @@
 package core
 
 import (
+	"context"
 	"errors"
 	"slices"
 	"sync"
@@ -221,6 +222,23 @@ func TestDescriptorsAtTheEnd(t *testing.T) {
 	}
 	_, err := server.GetBatch(nil, 0)
 	vantest.Fails(t, err, van.ErrClosed)
+}
+
+// TestStopFails: a worker whose Stop fails leaves the cluster. Its server's loop ends, and does not wait for a replacement of a
+// worker that has ended.
+func TestStopFails(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.ReplaceTimeout = time.Hour }})
+	workers, server := openAll(t, c)
+	fd := shows(t, server, false)
+	ctx, cancel := context.WithCancel(t.Context())
+	stopped := make(chan error, 1)
+	go func() { stopped <- workers[0].Stop(ctx) }()
+	becomesReadable(t, fd, "the worker has ended")
+	cancel()
+	vantest.Fails(t, <-stopped, context.Canceled)
+	testcluster.Lost(t, c.Servers[0], c.Workers[0].ID())
+	_, err := server.GetBatch(nil, 0)
+	vantest.Fails(t, err, ErrLoopOver)
 }
 
 // TestDescriptorsOfClosedNodes: nodes that leave without the others make their descriptors readable. The worker has no

@@ -35,7 +35,7 @@ type programEnds struct {
 	mu         sync.Mutex            // guards the fields below
 	sent       int32                 // timestamp of the last message
 	call       string                // the call in which this node's program waits at its end, "" if none
-	waiting    int                   // number of such calls: several goroutines may wait
+	waiting    int                   // number of such calls: several goroutines may wait; see also EndsAnyway
 	stopRepeat chan struct{}         // closed to end the repeats; nil unless this is a worker that waits
 	onEnding   []*func()             // see App.OnEnding
 	workers    map[int]workerMessage // the last messages of workers, by id
@@ -207,6 +207,14 @@ func (a App) OnEnding(f func()) (stop func()) {
 		defer e.mu.Unlock()
 		e.onEnding = slices.DeleteFunc(e.onEnding, func(x *func()) bool { return x == at })
 	}
+}
+
+// EndsAnyway records that the program of this node ends also if its StopBarrier fails. Call it before StopBarrier. The
+// servers of a worker are then not notified that it continues.
+func (a App) EndsAnyway() {
+	a.ending.mu.Lock()
+	defer a.ending.mu.Unlock()
+	a.ending.waiting++
 }
 
 // HasEnded reports whether the program of the worker with that id has ended: it waits in StopBarrier or Finalize, or
