@@ -102,7 +102,7 @@ func (n *Node) watchEnds() error {
 		return nil
 	}
 	_, err := n.App().AddCustomer(endingApp, endingApp, func(msg *van.Message) {
-		if msg.Request && van.RoleOf(msg.Sender) == van.Worker {
+		if msg.Request && van.RoleOf(msg.Sender) == van.Worker && n.App().Native(msg.Sender) {
 			n.ending.workerEnded(msg)
 		}
 	})

@@ -236,3 +236,17 @@ func TestEarlierNoticeOfAWorker(t *testing.T) {
 		}
 	}
 }
+
+// TestEndOfAnUnknownWorker: a server ignores the notice of a process that is not known to be one of this library: only those
+// send it, with their incarnation.
+func TestEndOfAnUnknownWorker(t *testing.T) {
+	s := core(testcluster.Start(t, testcluster.Options{}).Servers[0])
+	m := &van.Message{}
+	m.Reset()
+	m.Sender, m.Receiver, m.Request, m.SimpleApp, m.Head = van.WorkerID(1), s.ID(), true, true, 1
+	m.AppID, m.CustomerID, m.Timestamp = 0x5ED0000, 0x5ED0000, 1
+	s.Receive(m)
+	if s.App().HasEnded(van.WorkerID(1)) {
+		t.Error("the program of a worker that has not joined has ended")
+	}
+}
