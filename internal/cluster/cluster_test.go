@@ -143,7 +143,8 @@ func TestBarrierLimit(t *testing.T) {
 	t.Errorf("it took %s, and more than 2 s before, as until the scheduler's next news", took)
 }
 
-// TestLateExit: a function that is registered while the node leaves runs, too; one that was removed meanwhile does not.
+// TestLateExit: a function that is registered while the node leaves runs, too. A function that is removed meanwhile does not
+// run.
 func TestLateExit(t *testing.T) {
 	n := core(testcluster.Start(t, testcluster.Options{}).Workers[0])
 	var ran []string

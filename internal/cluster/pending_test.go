@@ -324,8 +324,8 @@ func TestPendingMessagesHaveABudget(t *testing.T) {
 	}
 }
 
-// TestPendingMessagesOfTwoProcesses: the budget for unknown processes holds for messages that arrive under the id of a member
-// whose own messages are queued, and for those that its delivery has met.
+// TestPendingMessagesOfTwoProcesses: the budget for unknown processes holds for messages under the id of a member that has
+// queued messages of its own, before and while these are delivered.
 func TestPendingMessagesOfTwoProcesses(t *testing.T) {
 	const size, budget = 100 << 10, 1 << 20
 	hook := &hooks.Van{}
