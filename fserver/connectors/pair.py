@@ -404,8 +404,7 @@ class Attention(_Side):
                     raise type(e)("%s: stage %d, layer %d, ffn %d: %s" % (self, stage, round_.layer, self.peers[i], e)) from e
             except Mismatch:
                 raise
-            except f.Error as e:  # for example, the FFN rank is leaving
-                round_.started[i] = False
+            except f.Error as e:  # the FFN rank is leaving, or timeout_ms is invalid and the round is still in flight
                 raise type(e)("%s: stage %d, layer %d, ffn %d: %s" % (self, stage, round_.layer, self.peers[i], e)) from e
             time.sleep(0.05)  # a message about the replacement may be in flight
 

@@ -404,6 +404,31 @@ def test_replacement_of_another_type(cluster):
     assert w.hear(WAIT) == []
 
 
+# A limit that is refused ends the round, not the stage.
+
+def refused_limit_attention(n):
+    side, x = side_of(n), torch.ones(3, WIDTH)
+    for bad, word in ((1500.0, "1500.0"), (-1, "-1")):
+        side.send(0, x)
+        with n.raises((TypeError, ValueError), "attention 0: stage 0", "timeout_ms", word):
+            side.recv(0, timeout_ms=bad)
+        side.send(0, x + 1)
+        assert torch.equal(side.recv(0), x + 2)
+
+
+def refused_limit_ffn(n):
+    side, answered = side_of(n), 0
+    while answered < 2:
+        batch = side.recv()
+        if batch.tensors[0][0, 0] == 2:  # the other rounds are not answered: their limits are refused
+            batch.respond(batch.tensors[0] + 1)
+            answered += 1
+
+
+def test_refused_limit(cluster):
+    cluster().run(refused_limit_attention, refused_limit_ffn, timeout=WAIT)
+
+
 # With layers=1 a round does not name its layer, so no round is sent again.
 
 def uncounted_attention(n):
