@@ -44,12 +44,15 @@ type Session struct {
 	comms    Comms
 	streams  Streams
 	shown    requestDescriptor
+	first    firstSends
 }
 
 func newSession(node *postoffice.Node) *Session {
 	over := &atomic.Bool{}
-	return &Session{node: node, over: over, sessions: sessionState{node: node, over: over}, streams: Streams{node: node},
+	s := &Session{node: node, over: over, sessions: sessionState{node: node, over: over}, streams: Streams{node: node},
 		comms: Comms{node: node, closing: map[int]chan struct{}{}}}
+	s.first.watch(node)
+	return s
 }
 
 // Start reads the environment variables, starts the node, and waits for all other nodes as C++ StepMesh does: in a
@@ -166,6 +169,7 @@ func (s *Session) PushPull(stream af.Stream, servers []int, push, pull []af.KeyT
 		return 0, err
 	}
 	call, err := s.worker.PushPull(push, parts, stream, af.To(servers))
+	s.first.done(servers...)
 	return call.Timestamp(), err
 }
 
@@ -365,7 +369,12 @@ func (s *Session) Answer(stream af.Stream, id uint64, tensors []af.KeyTensor, do
 	if s.queue == nil {
 		return false, wrongRole(s, "respond", "server")
 	}
-	return s.queue.answer(stream, id, tensors, done)
+	rank, first := workerOf(s, id)
+	told, err = s.queue.answer(stream, id, tensors, done)
+	if first {
+		s.first.done(rank)
+	}
+	return told, err
 }
 
 // Refuse ends the batch with that id without an answer; see af.Batch.Refuse.

@@ -19,9 +19,10 @@ import (
 // go into the graph.
 type Exchange struct {
 	*af.Prepared
-	s      *Session
-	graphs backend.GraphFlagger // nil if the device has no graphs
-	flying atomic.Int64         // handler of the started call, or none
+	s       *Session
+	graphs  backend.GraphFlagger // nil if the device has no graphs
+	flying  atomic.Int64         // handler of the started call, or none
+	servers []int                // group ranks; nil for all
 }
 
 // ErrCaptured is returned by a call that went into a graph.
@@ -44,7 +45,7 @@ func (s *Session) Prepare(servers []int, push, pull []af.KeyTensor) (*Exchange, 
 	if err != nil {
 		return nil, err
 	}
-	e := &Exchange{Prepared: x, s: s}
+	e := &Exchange{Prepared: x, s: s, servers: servers}
 	e.graphs, _ = s.Device().(backend.GraphFlagger)
 	e.flying.Store(none)
 	return e, nil
@@ -80,8 +81,12 @@ func (e *Exchange) Start(current af.Stream, event bool, rows int) (int32, error)
 		return 0, err
 	}
 	e.flying.Store(int64(call.Timestamp()))
+	e.s.first.done(e.servers...)
 	return call.Timestamp(), nil
 }
+
+// MayConnect reports whether Start may wait for a connection.
+func (e *Exchange) MayConnect() bool { return MayConnect(e.s, e.servers) }
 
 // capturing reports whether the caller's stream is being captured into a graph.
 func (e *Exchange) capturing(current af.Stream) (bool, error) {

@@ -97,8 +97,9 @@ enum { SF_COMM_BARRIER, SF_COMM_REBUILD, SF_COMM_CLOSE };
 enum { SF_WINDOW_PUT, SF_WINDOW_SIGNAL, SF_WINDOW_WAIT, SF_WINDOW_FLUSH };
 #define SF_NO_SIGNAL (-1)
 
-// Results of calls that wait in slices. SF_CAPTURED: the call went into a graph.
-enum { SF_CAPTURED = -2, SF_FAILED = -1, SF_DONE = 0, SF_PENDING = 1 };
+// Results of calls that wait in slices. SF_CAPTURED: the call went into a graph. SF_CONNECTS: the call did nothing, since it may wait for a
+// connection; the caller releases Python's lock and repeats it.
+enum { SF_CONNECTS = -3, SF_CAPTURED = -2, SF_FAILED = -1, SF_DONE = 0, SF_PENDING = 1 };
 
 // The number of objects that sf_drain would return. Only Go writes it.
 extern int32_t sf_dropped;

@@ -88,15 +88,19 @@ func sf_answer_timeout(p *C.sf_answer, ms C.int64_t, e *C.sf_error) C.int {
 	return fail(e, err)
 }
 
-// sf_respond answers a batch. If p is not NULL, sf_respond counts in p the tensors that are not sent yet.
+// sf_respond answers a batch. If p is not NULL, sf_respond counts in p the tensors that are not sent yet. If locked says that the caller
+// holds Python's lock, sf_respond may return SF_CONNECTS; otherwise it takes ownership of the tensors' owners.
 //
 //export sf_respond
-func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, stream C.uint64_t, p *C.sf_answer, e *C.sf_error) C.int {
+func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, stream C.uint64_t, p *C.sf_answer, locked C.int, e *C.sf_error) C.int {
+	s, err2 := session()
+	if err2 == nil && locked != 0 && core.MayConnectTo(s, uint64(id)) {
+		return C.SF_CONNECTS
+	}
 	x := argsPool.Get().(*args)
 	defer x.release()
 	var err error
 	x.pull, err = x.read(x.pull, t, n, "tensors")
-	s, err2 := session()
 	err = cmp.Or(err, err2)
 	if err != nil {
 		return fail(e, err)

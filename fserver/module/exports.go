@@ -154,18 +154,25 @@ func ranks(nodes *C.int64_t, n C.int) []int {
 	return to
 }
 
+// sf_push_pull returns a handler, SF_FAILED, or SF_CONNECTS, only if locked says that the caller holds Python's lock. It takes ownership of
+// the tensors' owners unless it returns SF_CONNECTS.
+//
 //export sf_push_pull
-func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, stream C.uint64_t, servers *C.int64_t, nServers C.int, e *C.sf_error) C.int64_t {
+func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, stream C.uint64_t, servers *C.int64_t, nServers, locked C.int, e *C.sf_error) C.int64_t {
+	s, err := session()
+	to := ranks(servers, nServers)
+	if err == nil && locked != 0 && core.MayConnect(s, to) {
+		return C.SF_CONNECTS
+	}
 	a := argsPool.Get().(*args)
 	defer a.release()
 	if err := a.request(push, nPush, pull, nPull); err != nil {
 		return C.int64_t(fail(e, err))
 	}
-	s, err := session()
 	if err != nil {
 		return C.int64_t(fail(e, err))
 	}
-	h, err := s.PushPull(af.Stream(stream), ranks(servers, nServers), a.push, a.pull)
+	h, err := s.PushPull(af.Stream(stream), to, a.push, a.pull)
 	if err != nil {
 		return C.int64_t(fail(e, err))
 	}

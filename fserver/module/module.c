@@ -134,12 +134,11 @@ static PyObject *py_push_pull(PyObject *self, PyObject *args, PyObject *kw) {
     request_drop(&r);
     return NULL;
   }
-  int64_t h; // Go takes ownership of the owners, and reads the tensors only during the call
-  if (request_long(&r)) {
-    Py_BEGIN_ALLOW_THREADS h = sf_push_pull(r.push, (int)r.npush, r.pull, (int)r.npull, stream, r.servers, (int)r.nservers, &e);
+  int64_t h = SF_CONNECTS; // Go takes ownership of the owners, and reads the tensors only during the call
+  if (!request_long(&r)) h = sf_push_pull(r.push, (int)r.npush, r.pull, (int)r.npull, stream, r.servers, (int)r.nservers, 1, &e);
+  if (h == SF_CONNECTS) {
+    Py_BEGIN_ALLOW_THREADS h = sf_push_pull(r.push, (int)r.npush, r.pull, (int)r.npull, stream, r.servers, (int)r.nservers, 0, &e);
     Py_END_ALLOW_THREADS
-  } else {
-    h = sf_push_pull(r.push, (int)r.npush, r.pull, (int)r.npull, stream, r.servers, (int)r.nservers, &e);
   }
   request_free(&r);
   if (h < 0) return sf_raise(&e);
@@ -294,9 +293,10 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
 
 // Answers a batch. Takes over the owners of ts, and keeps no pointer to ts.
 static int respond(uint64_t id, sf_tensor *ts, Py_ssize_t n, uint64_t stream, sf_answer *a, sf_error *e) {
-  int rc;
-  if (!tensors_long(ts, n)) return sf_respond(id, ts, (int)n, stream, a, e);
-  Py_BEGIN_ALLOW_THREADS rc = sf_respond(id, ts, (int)n, stream, a, e);
+  int rc = SF_CONNECTS;
+  if (!tensors_long(ts, n)) rc = sf_respond(id, ts, (int)n, stream, a, 1, e);
+  if (rc != SF_CONNECTS) return rc;
+  Py_BEGIN_ALLOW_THREADS rc = sf_respond(id, ts, (int)n, stream, a, 0, e);
   Py_END_ALLOW_THREADS return rc;
 }
 

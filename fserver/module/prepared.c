@@ -45,7 +45,7 @@ static PyObject *exchange_start(PyObject *o, PyObject *args, PyObject *kw) {
   static char *names[] = {"rows", NULL};
   exchange_object *x = (exchange_object *)o;
   PyObject *arg = NULL;
-  int64_t rows = SF_ALL_ROWS, h;
+  int64_t rows = SF_ALL_ROWS, h = SF_CONNECTS;
   uint64_t stream = SF_COMPLETE;
   sf_error e = {0, NULL};
   if (!sf_by_position(args, kw, 0, 1, &arg) && !PyArg_ParseTupleAndKeywords(args, kw, "|O:start", names, &arg)) return NULL;
@@ -58,11 +58,10 @@ static PyObject *exchange_start(PyObject *o, PyObject *args, PyObject *kw) {
     }
   }
   if (x->device >= 0 && tensor_stream(x->device, &stream) < 0) return NULL;
-  if (x->takes_long) {
-    Py_BEGIN_ALLOW_THREADS h = sf_exchange_start(x->handle.at, rows, stream, x->need_event, &e);
+  if (!x->takes_long) h = sf_exchange_start(x->handle.at, rows, stream, x->need_event, 1, &e);
+  if (h == SF_CONNECTS) {
+    Py_BEGIN_ALLOW_THREADS h = sf_exchange_start(x->handle.at, rows, stream, x->need_event, 0, &e);
     Py_END_ALLOW_THREADS
-  } else {
-    h = sf_exchange_start(x->handle.at, rows, stream, x->need_event, &e);
   }
   if (h == SF_CAPTURED) return PyLong_FromLong(-1);
   if (h < 0) return sf_raise(&e);

@@ -33,12 +33,16 @@ func sf_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, 
 	})
 }
 
-// sf_exchange_start returns the handler of the call, SF_CAPTURED or SF_FAILED. stream is the current stream, or
-// SF_COMPLETE for tensors on the host.
+// sf_exchange_start returns the handler of the call, SF_CAPTURED, SF_FAILED, or SF_CONNECTS, only if locked says that the caller holds
+// Python's lock. stream is the current stream, or SF_COMPLETE for tensors on the host.
 //
 //export sf_exchange_start
-func sf_exchange_start(at C.uint64_t, rows C.int64_t, stream C.uint64_t, event C.int, e *C.sf_error) C.int64_t {
-	h, err := exchange(at).Start(af.Stream(stream), event != 0, int(rows))
+func sf_exchange_start(at C.uint64_t, rows C.int64_t, stream C.uint64_t, event, locked C.int, e *C.sf_error) C.int64_t {
+	x := exchange(at)
+	if locked != 0 && x.MayConnect() {
+		return C.SF_CONNECTS
+	}
+	h, err := x.Start(af.Stream(stream), event != 0, int(rows))
 	if err != nil {
 		return C.int64_t(unlessCaptured(e, err))
 	}

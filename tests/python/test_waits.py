@@ -462,3 +462,76 @@ def large_server(n):
 
 def test_large_tensors_let_others_run(cluster):
     cluster(lib="numpy").run(large_worker, large_server)
+
+
+# The first message to a peer waits for a connection, here to a process that is stopped. Other threads run meanwhile.
+
+def others_run(call):
+    """Makes a call. Returns its result, and whether another thread has worked for many switches of Python's lock meanwhile."""
+    gate, ran = threading.Lock(), []
+    gate.acquire()
+
+    def work():
+        with gate:
+            for _ in range(1000000):
+                pass
+        ran.append(time.monotonic())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    gate.release()
+    result = call()
+    end = time.monotonic()
+    thread.join()
+    return result, ran[0] < end
+
+
+def first_worker(n):
+    f, x, y = n.f, n.lib.zeros("uint8", SIZE), n.lib.zeros("uint8", SIZE)
+    call = {"push_pull": lambda: f.push_pull([x], [1], [y], [2]), "start": f.prepare([x], [1], [y], [2]).start}
+    n.tell(os.getpid())
+    n.listen()
+    handler, ran = others_run(call.get(n.args, call["push_pull"]))
+    n.tell("sent")
+    f.wait(handler, timeout_ms=60000)
+    assert ran or n.args not in call, "no other thread has run while the first request was sent"
+
+
+def first_server(n):
+    f = n.f
+    n.tell(os.getpid())
+    (handler, tensors, keys), = f.get_batch()
+    if n.args == "respond":
+        n.tell("received")
+        n.listen()
+        _, ran = others_run(lambda: f.respond(tensors, handler))
+        n.tell("answered")
+        assert ran, "no other thread has run while the first answer was sent"
+    else:
+        f.respond(tensors, handler)
+
+
+def stopped(pid):
+    """Stops a process. Returns when all of its threads have stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = f"/proc/{pid}/task"
+    while any(open(f"{tasks}/{task}/stat").read().rpartition(")")[2].split()[0] != "T" for task in os.listdir(tasks)):
+        os.sched_yield()
+
+
+@pytest.mark.parametrize("call", ["push_pull", "start", "respond"])
+def test_other_threads_run_while_a_connection_is_made(cluster, call):
+    c = cluster(lib="numpy")
+    (worker,), (server,) = c.start(first_worker, first_server, args=call)
+    caller, peer = (server, worker) if call == "respond" else (worker, server)
+    pids = {p: p.hear() for p in (worker, server)}
+    if caller is server:
+        worker.tell("send")
+        assert (worker.hear(), server.hear()) == ("sent", "received")
+    stopped(pids[peer])
+    try:
+        caller.tell("go")
+        caller.hear()
+    finally:
+        os.kill(pids[peer], signal.SIGCONT)
+    c.finish()
