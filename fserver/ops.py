@@ -79,7 +79,8 @@ def _bring(to, of, rows, what):
     for i, (mine, given) in enumerate(zip(to, of)):
         if mine.shape != given.shape or mine.dtype != given.dtype:
             raise f.ValueError("stepaf: %s tensor %d is %s %s, but %s %s was prepared" % (what, i, given.dtype, tuple(given.shape), mine.dtype, tuple(mine.shape)))
-        if mine.data_ptr() != given.data_ptr() and mine.numel() > 0:
+        same = mine.data_ptr() == given.data_ptr() and given.is_contiguous()  # a transposed view begins at the same address
+        if not same and mine.numel() > 0:
             if rows < 0:
                 mine.copy_(given)
             else:

@@ -65,6 +65,13 @@ def compiled_worker(n):
     assert bool((push == 3).all())
     x.wait()
     assert bool((pull == 103).all())
+    square, answer = torch.arange(9.0).reshape(3, 3), torch.zeros(3, 3)
+    z = ops.prepare([square], [5], [answer], [6])
+    with pytest.raises(RuntimeError, match="memory location"):  # its values are others, and copying would overwrite them
+        torch.ops.stepaf.start(z.number, [square.t()], [answer])
+    z.start()
+    z.wait()
+    assert torch.equal(answer, torch.arange(9.0).reshape(3, 3) + 100)
     x.check()
     x.close()
     with n.raises((), "closed"):
