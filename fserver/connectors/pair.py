@@ -82,7 +82,8 @@ class _Side:
         for name, value in (("dtype", self.dtype), ("out_dtype", self.out_dtype)):
             if not isinstance(value, torch.dtype):
                 raise TypeError("%s is %r, want a torch.dtype" % (name, value))
-        self.device, self.timeout_ms = torch.device(device), timeout_ms
+        self.device = torch.device(device)
+        self.timeout_ms = timeout_ms if timeout_ms is None else _count("timeout_ms", timeout_ms, 1 << 40)
         self.stream_host = channels.stream_host(self.device) if streams else ""
         self._channels = channels.Channels(self.device, self.width, self.out_dtype, timeout_ms, self._keys)
 

@@ -723,6 +723,7 @@ def test_stranger(cluster):
 
 def refused_attention(n):
     for options, classes, words in ((dict(width=0), ValueError, ("width", "0")), (dict(width=1.5), TypeError, ("width", "1.5")), (dict(stages=257), ValueError, ("stages", "256")),
+                                    (dict(timeout_ms=1e4), TypeError, ("timeout_ms", "10000.0")), (dict(timeout_ms=0), ValueError, ("timeout_ms", "0")),
                                     (dict(layers=0), ValueError, ("layers",)), (dict(max_rows=0), ValueError, ("max_rows",)), (dict(dtype="float32"), TypeError, ("dtype", "torch.dtype"))):
         with pytest.raises(classes) as e:
             side_of(n, **options)
@@ -762,6 +763,8 @@ def refused_attention(n):
 
 
 def refused_ffn(n):
+    with pytest.raises(TypeError, match="timeout_ms is 10000.0"):  # otherwise the second batch of a stage raises it, in each recv
+        side_of(n, timeout_ms=1e4)
     side = side_of(n)
     with pytest.raises(ValueError, match="no stage 2"):
         side.recv(2)
