@@ -351,21 +351,20 @@ func TestDescriptorsUnderLoad(t *testing.T) {
 		for i, w := range workers {
 			all.Go(func() {
 				fd := shows(t, w, false)
-				flying := map[byte]*asked{}
+				flying := map[int]*asked{} // by number; one may be in flight while a hundred later ones end
 				for sent := 0; sent < each || len(flying) > 0; {
 					for ; sent < each && len(flying) < flight; sent++ {
-						number := byte(100*i + sent%100)
-						flying[number] = w.ask(t, number, 64)
+						flying[sent] = w.ask(t, byte(100*i+sent%100), 64)
 					}
 					if !sleep(t, fd, 20*time.Second) {
 						t.Errorf("worker %d sleeps with %d requests in flight", i, len(flying))
 						return
 					}
-					for number, r := range flying {
+					for sent, r := range flying {
 						switch err := Poll(w, int64(r.h)); {
 						case err == nil:
-							r.pulls(t, number+10)
-							delete(flying, number)
+							r.pulls(t, byte(100*i+sent%100+10))
+							delete(flying, sent)
 						case !errors.Is(err, ErrPending):
 							t.Error(err)
 							return
