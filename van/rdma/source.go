@@ -33,6 +33,8 @@ const (
 func newDevice(v *rvan, dev verbs.Device) *device {
 	d := &device{v: v, dev: dev, regions: conn.NewRegions(dev, v.backend), areaSet: areaSet{areas: map[*area]bool{}}, stopped: make(chan struct{})}
 	d.pool.d = d
+	d.now = clock.Now()
+	d.housekeptAt, d.evictedAt = d.now, d.now
 	d.spinner = v.delivery.engine.Spinner()
 	d.probes.Delay = v.times.probe
 	d.regions.OnStuck = func(r *conn.Region, err error) {
@@ -189,15 +191,16 @@ func (d *device) Deliver(m *van.Message, turn *engine.Deliverer) {
 // Discard implements engine.Source.
 func (d *device) Discard(m *van.Message) { m.Release() }
 
-// housekeep runs the due items. An idle connection costs only a probe each second.
+// housekeep runs the due items. now may be before the last call: the poll before a sleep is. An idle connection costs only a probe each
+// second.
 func (d *device) housekeep(now uint64, sleeping bool) {
-	if !sleeping && now-d.housekeptAt < uint64(tickTime) {
+	if !sleeping && time.Duration(now-d.housekeptAt) < tickTime {
 		return
 	}
 	d.housekeptAt = now
 	d.active.Run(now, sleeping)
 	d.probes.Run(now, false)
-	if now-d.evictedAt > uint64(evictTime) {
+	if time.Duration(now-d.evictedAt) > evictTime {
 		d.evictedAt = now
 		d.regions.Evict(now)
 	}

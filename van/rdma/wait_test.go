@@ -6,6 +6,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
@@ -28,6 +29,26 @@ func TestIdleNodeDeregisters(t *testing.T) {
 		time.Sleep(30 * time.Second) // longer than conn.maxIdle for the first messages, and less than the long limits
 		if now := w.stack.Registered(); now > before-len(v) {
 			t.Errorf("%d bytes are registered, %d some time before, want less by %d", now, before, len(v))
+		}
+	})
+}
+
+// TestHousekeepingAfterSleep: the loop does housekeeping before it sleeps. The first poll after the sleep has the time of the last poll
+// before it, and causes no further housekeeping.
+func TestHousekeepingAfterSleep(t *testing.T) {
+	w, _ := newRig(t).pair()
+	d := w.device0()
+	d.exclusive(func() {
+		now := clock.Now()
+		d.housekeep(now, true)
+		d.housekeep(now-1, false)
+		if d.housekeptAt != now {
+			t.Errorf("housekeeping is done again with a time %d ns before the last one", now-d.housekeptAt)
+		}
+		d.evictedAt = now
+		d.housekeep(now-1, true)
+		if d.evictedAt != now {
+			t.Errorf("unused regions are searched again with a time %d ns before the last one", now-d.evictedAt)
 		}
 	})
 }
