@@ -174,6 +174,9 @@ func (v *rvan) destroyInbound(in *inbound, p *peer, cause error) {
 	if accepted > 0 {
 		in.device.awaitFlush(in)
 	}
+	if in.process.unproved.Load() && !v.closed.Load() {
+		in.failUnproved(fmt.Errorf("%w: its connection has ended before its proof", auth.ErrNoSecret))
+	}
 	in.device.dropIncomplete(in)
 	in.mu.Lock()
 	in.closed = true

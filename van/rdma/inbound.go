@@ -93,7 +93,7 @@ type acceptState struct {
 	ids      []verbs.ID  // each has a queue pair
 	requests [][]byte    // the private data that each answer's proof covers; nil: the answer has no proof
 	accepted int         // number of ids that were accepted
-	timer    *time.Timer // limits the wait for the other queue pairs of a StepMesh node
+	timer    *time.Timer // limits the wait for the other queue pairs of a StepMesh node, or for the proof of a native one
 }
 
 // creditList holds the slots that are owed to the peer.

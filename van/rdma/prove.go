@@ -107,12 +107,8 @@ func (v acceptor) awaitProofLocked(in *inbound, req []byte) {
 		v.accepted.unproved[0].failUnproved(fmt.Errorf("%w: more than %d connections have no proof, and this is the oldest", auth.ErrNoSecret, v.accepted.maxUnproved))
 		v.accepted.unproved = slices.Delete(v.accepted.unproved, 0, 1)
 	}
-	time.AfterFunc(v.times.proof, func() {
-		switch {
-		case !in.process.unproved.Load():
-		case in.failed.Load():
-			in.failUnproved(fmt.Errorf("%w: its connection has ended before its proof", auth.ErrNoSecret))
-		default:
+	in.accept.timer = time.AfterFunc(v.times.proof, func() {
+		if in.process.unproved.Load() {
 			in.failUnproved(fmt.Errorf("%w: no proof has arrived within %s", auth.ErrNoSecret, v.times.proof))
 		}
 	})

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -372,6 +373,23 @@ func TestManyUnproved(t *testing.T) {
 	w.must(push(s, 1, 1, value(5000, 1)))
 	s.wantValue(1, value(5000, 1))
 	s.says("a connection ends, its opener does not prove")
+}
+
+// TestCloseEndsWaitForProof: a node that has been closed does not log, when the time is over, that an opener has sent no proof.
+func TestCloseEndsWaitForProof(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		k := keysOf(t, secretA, true)
+		s := r.proving(8, k, oneQP, func(c *env.Config) { c.BusyPoll = env.AlwaysBlock }) // a poller that spins would spin forever here
+		p := newRaw(r, rawAddr, van.Node{ID: 11})
+		p.dial(s, 1, func(q int) []byte { return p.request(k, s, 1, q, 1) })
+		s.close()
+		time.Sleep(2 * proofTime)
+		if n := s.Stats().Unauthenticated; n != 0 || s.lines("a connection ends, its opener does not prove") > 0 {
+			t.Errorf("%d openers are counted after Close:\n%s", n, s.logged.String())
+		}
+		p.end()
+	})
 }
 
 // TestUnprovedAcceptor: a node that has a secret sends nothing to an acceptor without proof.
