@@ -139,7 +139,7 @@ func (in slotSet) handleReturnedSlots(t *trailer) {
 	ok := true
 	for _, i := range t.credits[:t.n] {
 		l := in.v.budget.slots.Get(uint32(i))
-		if l == nil || l.Owner != in.inbound || l.OneShot || l.Held() {
+		if l == nil || l.Owner != in.inbound || l.Held() {
 			ok = false
 			continue
 		}

@@ -472,7 +472,8 @@ func TestHostileReturns(t *testing.T) {
 	if len(others) == 0 {
 		t.Error("no slot of another was tried")
 	}
-	say("slot for one message", int(shot.index), true)
+	say("slot for one message", int(shot.index), false)
+	say("slot for one message that was returned", int(shot.index), true)
 	say("no slot", h.s.budget.slots.Len()+5, true)
 	say("no slot that can be", 1<<16-1, true)
 	h.c.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: mine.data, RKey: mine.dataKey}, value(1000, 9))

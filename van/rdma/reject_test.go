@@ -5,6 +5,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/tests/fakeverbs"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 )
 
 // A message whose memory cannot be registered releases its slot.
@@ -45,5 +46,36 @@ func TestRejectedMessageReleasesItsSlot(t *testing.T) {
 	}
 	if n := places(); n > before+1 {
 		t.Errorf("%d slots after messages that could not be sent, %d before", n, before)
+	}
+}
+
+// TestRejectedControlMessageReturnsItsSlot: the slots of control messages that cannot be staged, and are not sent, are returned. Otherwise a
+// few such messages would use up all slots for control messages.
+func TestRejectedControlMessageReturnsItsSlot(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair(places(64))
+	r.net.Fail(func(op fakeverbs.Op) error {
+		if op.Kind == fakeverbs.OpRegister && op.Stack == w.stack {
+			return errors.New("no memory")
+		}
+		return nil
+	})
+	for i := range 3 * s.budget.slots.Room() / oneShotShare {
+		m := control(s, i)
+		m.Body = make([]byte, 2*conn.CellSize)
+		w.must(m)
+		w.wantDown(s, "no memory")
+		w.wantUp(s)
+	}
+	r.net.Fail(nil)
+	w.must(control(s, 1000))
+	if m := s.next(); m.Timestamp != 1000 {
+		t.Errorf("message %d came, want 1000", m.Timestamp)
+	} else {
+		m.Release()
+	}
+	r.until("no slot for control messages is left", func() bool { return s.incomingOf(9).slots.oneShots.Load() == 0 })
+	if n := s.Stats().Malformed; n != 0 {
+		t.Errorf("%d malformed messages", n)
 	}
 }

@@ -147,12 +147,16 @@ func (s *remoteSlots) take(need Need) *RemoteSlot {
 	return nil
 }
 
-// Release frees a slot without use, such as that of a Put whose message was dropped.
+// Release frees a slot without use, such as that of a Put whose message was dropped. The slot of a one-shot is returned: no other message
+// uses it.
 func (s *remoteSlots) Release(p *RemoteSlot) {
-	if p.busy {
+	switch {
+	case p.busy:
 		p.busy = false
 		p.route.free++
 		s.freed = true
+	case p.route == nil && !s.freedByAnswer:
+		s.returns = append(s.returns, p.Index)
 	}
 }
 

@@ -426,3 +426,20 @@ func TestReclaim(t *testing.T) {
 		t.Error("slots of an ended connection come back")
 	}
 }
+
+// TestReleasedOneShot: the slot of a one-shot that was not sent is returned to a native receiver. A StepMesh node takes no slot back.
+func TestReleasedOneShot(t *testing.T) {
+	for original, want := range map[bool][]uint32{false: {7}, true: nil} {
+		s := NewSender(func(int) Need { return Need{OneShot: true, Meta: 100} })
+		s.Connect(original)
+		s.Submit(1, true)
+		a, _ := s.Next()
+		s.Reply(a.Origin, RemoteSlot{Index: 7})
+		if a, _ = s.Next(); a.Kind != Put {
+			t.Fatalf("action %+v, want a Put", a)
+		}
+		if s.Release(a.Slot); !slices.Equal(s.Returns(), want) {
+			t.Errorf("a StepMesh node is the receiver: %t: slots %d are returned, want %d", original, s.Returns(), want)
+		}
+	}
+}
