@@ -93,6 +93,10 @@ func (p connector) connected(l *link) {
 	p.remoteIncarnation.Store(l.process)
 	p.state.connectCount++
 	oneWay := p.state.oneWay
+	// Messages that were queued before the peer's dialect was known. Send checks others as soon as p.mu is released.
+	for _, o := range p.sender.Disconnect(func(o *outgoing) bool { return l.dialect.check(o) == nil }) {
+		p.dropQueued(o, l.dialect.check(o)) // notifies the watcher later: p.notifying is held
+	}
 	p.mu.Unlock()
 	if !same && !lost {
 		p.v.notify(p.peer, false, fmt.Errorf("%w: another process answers there", van.ErrPeerLost)) // the new process does not know this node
@@ -105,17 +109,12 @@ func (p connector) connected(l *link) {
 	defer p.mu.Unlock()
 	l.probeDue.Run = func(now uint64, _ bool) bool { return p.probeLink(l, now) }
 	l.device.probes.Add(&l.probeDue)
-	// Messages that were queued before the peer's dialect was known.
-	refused := p.sender.Disconnect(func(o *outgoing) bool { return l.dialect.check(o) == nil })
 	if l.native {
 		l.sendUp(lost && same)
 	}
 	p.sender.Connect(!l.native)
 	p.pump()
 	p.flush()
-	for _, o := range refused {
-		p.dropQueued(o, l.dialect.check(o))
-	}
 }
 
 // sendUp tells the peer that this node considers the connection established. Replies to slot requests that the peer sends from now on will

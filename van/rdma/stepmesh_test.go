@@ -234,3 +234,29 @@ func TestOriginalsWithLongNames(t *testing.T) {
 		}
 	}
 }
+
+// TestPushWhileConnecting: a push to a C++ node that is sent as soon as the watcher is notified of the connection does not limit the size of an
+// earlier push of its key, which was queued before the connection.
+func TestPushWhileConnecting(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9, oneQP)
+	p := newRaw(r, rawAddr, van.Node{ID: 10})
+	defer p.end()
+	to := &testNode{who: van.Node{ID: 10, Hostname: rawAddr.String(), Port: p.port}}
+	w.WatchPeers(func(_ int, up bool, cause error) {
+		if up {
+			w.must(push(to, 1, 2, value(1000, 2)))
+		} else {
+			t.Errorf("the peer is said to be lost: %v", cause)
+		}
+	})
+	w.connect(to)
+	w.must(push(to, 1, 1, value(5000, 1)))
+	c := p.accept(1, func(q int) []byte { return p.privateData(false, 0, q, 1) })
+	var s slotRequest
+	p.check(s.get(c.receive(immSlotRequest)))
+	if s.data[1] != 5000 {
+		t.Errorf("the first slot request is for %d bytes, want those of the first push, 5000", s.data[1])
+	}
+	w.Disconnect(10)
+}
