@@ -270,8 +270,8 @@ type Stats struct {
 	DroppedUnknown  uint64 // connections ended and messages dropped of unknown peers: STEPAF_STRANGER_BUDGET
 	Unauthenticated uint64 // connections without proof of the cluster's secret, refused or (STEPAF_AUTH=warn) admitted
 	RefusedRings    uint64 // links through shared memory that got no memory, and rings that did not grow: STEPAF_SHM_BUDGET
-	RefusedSlots    uint64 // peers' requests for slot memory that were refused: STEPAF_RDMA_PEER_BUDGET
-	SlotWaits       uint64 // peers' requests for slot memory that had to wait: also STEPAF_RDMA_BUDGET, BYTEPS_ADDRESS_POOL_SIZE
+	RefusedSlots    uint64 // peers' requests for slot memory that were refused: STEPAF_RDMA_PEER_BUDGET, STEPAF_RDMA_BUDGET
+	SlotWaits       uint64 // peers' requests for slot memory that had to wait: also BYTEPS_ADDRESS_POOL_SIZE
 	FencedMessages  uint64 // messages of replaced processes, which were dropped
 	LateAnswers     uint64 // answers that were arriving when their request ended, which were dropped; a node's LateAnswers includes them
 	UnsharedValues  uint64 // device values sent through host memory, because their memory could not be shared

@@ -274,7 +274,7 @@ var table = []variable{
 	}, {
 		name: "STEPAF_RDMA_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "16G", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.RDMABudget },
-		help:    "The same for all peers together. At the limit, a peer's request waits for unused slots of others; a larger request is refused.",
+		help:    "The same for all peers. At the limit, a request waits up to 20 s for unused slots; then, or if larger, it is refused.",
 		differs: "New.",
 	},
 

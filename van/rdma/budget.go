@@ -3,6 +3,7 @@ package rdma
 import (
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
@@ -17,12 +18,24 @@ var (
 	errOverPeerBudget = errors.New("more than STEPAF_RDMA_PEER_BUDGET allows one peer")
 	// errOverTotalBudget: the request alone exceeds what all peers may have. It is refused.
 	errOverTotalBudget = errors.New("more than STEPAF_RDMA_BUDGET allows all peers")
-	// errTotalBudget: the shares of all peers together are used up. The request waits.
+	// errTotalBudget: the shares of all peers together are used up. The request waits, since a peer may return slots.
 	errTotalBudget = errors.New("the bytes registered for all peers are as many as STEPAF_RDMA_BUDGET allows")
 	// errStalled: the peer's messages wait for a slow handler, the node table does not name its process, or its earlier connection, on
 	// which values could still be written to receive buffers, is being closed. The request waits.
 	errStalled = errors.New("its messages wait for a slow handler, the node table does not name its process, or its earlier connection is being closed")
 )
+
+// slotWait returns how long a slot request may wait because of err, or 0 for no limit. Within the limit of errTotalBudget, all peers are
+// asked for their unused slots, and the connection of a peer that does not return them ends.
+func (t *times) slotWait(err error) time.Duration {
+	switch {
+	case errors.Is(err, errPeerBudget):
+		return t.budgetWait
+	case errors.Is(err, errTotalBudget):
+		return 2 * t.reclaim
+	}
+	return 0
+}
 
 // cost returns the number of bytes that would be registered for the requested slot.
 func (in slotSet) cost(s *slotRequest, need rendezvous.Need) int {

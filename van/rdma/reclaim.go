@@ -14,7 +14,7 @@ import (
 
 // This file owns how slots are taken back from peers:
 //  1. A slot request finds too few slots or bytes.
-//  2. The receiver sends immReclaim to the peers that have more than a fair share.
+//  2. The receiver sends immReclaim to the peers that have more than a fair share, and after times.budgetWait to all others, too.
 //  3. Such a peer returns unused slots at once with immReturn, and others as they come free.
 //  4. The receiver ends the slots, and grants the waiting request. A peer that returns nothing for times.reclaim, although it has free
 //     slots, is disconnected.
@@ -51,8 +51,8 @@ func (in slotSet) countSlotWait(err error) {
 	}
 }
 
-// reclaimFor asks peers to return slots, so that the slot request that err makes wait can be granted. The feed is held.
-func (in slotSet) reclaimFor(err error, now uint64) {
+// reclaimFor asks peers to return slots, so that the slot request that err makes wait since then can be granted. The feed is held.
+func (in slotSet) reclaimFor(err error, since, now uint64) {
 	v := in.v
 	if errors.Is(err, errStalled) {
 		return
@@ -80,6 +80,9 @@ func (in slotSet) reclaimFor(err error, now uint64) {
 		}
 	}
 	fair, over := all/len(shares), false
+	if time.Duration(now-since) > v.times.budgetWait {
+		fair = 0 // the peers that have more use all of it
+	}
 	for _, owner := range slices.SortedFunc(maps.Keys(shares), func(x, y *inbound) int { return cmp.Compare(x.serial, y.serial) }) {
 		switch more := shares[owner] - fair; {
 		case owner == in.inbound || more <= 0:

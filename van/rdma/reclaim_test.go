@@ -250,6 +250,56 @@ func TestMoreThanTotalBudget(t *testing.T) {
 	s.wantValue(2, value(3000, 2))
 }
 
+// TestTotalBudgetInUse: a value that fits only in place of other peers' values that are in use waits for a while, then fails.
+func TestTotalBudgetInUse(t *testing.T) {
+	r := newRig(t)
+	s, a, b := r.node(8, func(c *env.Config) { c.RDMABudget = 1 << 20 }), r.node(9), r.node(11)
+	s.times.budgetWait, s.times.reclaim = 20*time.Millisecond, 20*time.Millisecond
+	r.link(a, s)
+	r.link(b, s)
+	var held []*van.Message
+	for i := range 3 {
+		a.must(push(s, 1, i, value(250<<10, i)))
+		held = append(held, s.next())
+	}
+	b.must(push(s, 1, 3, value(300<<10, 3)))
+	if c := b.wantDown(s, "STEPAF_RDMA_BUDGET"); !errors.Is(c.cause, van.ErrQueueFull) {
+		t.Errorf("notified of %v, want %v", c.cause, van.ErrQueueFull)
+	}
+	b.wantUp(s)
+	s.says("rdma: a peer gets no more memory", van.NodeName(11), "STEPAF_RDMA_BUDGET")
+	b.must(push(s, 1, 4, value(3000, 4)))
+	s.wantValue(4, value(3000, 4))
+	for _, m := range held {
+		m.Release()
+	}
+	a.wantNoLoss()
+}
+
+// TestIdlePeerWithFairShare: if the peers that have more than their share use all of it, an idle peer returns its share, too.
+func TestIdlePeerWithFairShare(t *testing.T) {
+	r := newRig(t)
+	s, a, b, idle := r.node(8, func(c *env.Config) { c.RDMABudget = 1 << 20 }), r.node(9), r.node(11), r.node(13)
+	s.times.budgetWait = 20 * time.Millisecond
+	for _, n := range []*testNode{a, b, idle} {
+		r.link(n, s)
+	}
+	hoard(idle, s, 1, 250<<10)
+	var held []*van.Message
+	for i := range 2 {
+		a.must(push(s, 1, i, value(250<<10, i)))
+		held = append(held, s.next())
+	}
+	b.must(push(s, 1, 2, value(300<<10, 2)))
+	s.wantValue(2, value(300<<10, 2))
+	for _, m := range held {
+		m.Release()
+	}
+	for _, n := range []*testNode{a, b, idle} {
+		n.wantNoLoss()
+	}
+}
+
 // All bytes registered for a peer are released with its last connection.
 func TestRegisteredBytesComeBack(t *testing.T) {
 	r := newRig(t)

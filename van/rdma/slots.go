@@ -35,7 +35,7 @@ func (in slotSet) handleSlotRequest(b []byte) {
 		if err = in.grant(&q); err == nil {
 			return
 		}
-		in.reclaimFor(err, q.since)
+		in.reclaimFor(err, q.since, q.since)
 	}
 	in.countSlotWait(err)
 	in.mu.Lock()
@@ -64,12 +64,12 @@ func (in slotSet) retryRequests(now uint64, _ bool) bool {
 			if err == nil {
 				continue
 			}
-			if errors.Is(err, errPeerBudget) && time.Duration(now-q.since) > in.v.times.budgetWait {
+			if limit := in.v.times.slotWait(err); limit > 0 && time.Duration(now-q.since) > limit {
 				in.refuseOverBudget(q, err)
 				continue
 			}
 			pending = append(pending, *q)
-			in.reclaimFor(err, now)
+			in.reclaimFor(err, q.since, now)
 			if !errors.Is(err, errPeerBudget) { // otherwise a smaller request behind it may be granted
 				pending = append(pending, all[i+1:]...)
 				break
