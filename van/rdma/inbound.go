@@ -99,7 +99,6 @@ type acceptState struct {
 // creditList holds the slots that are owed to the peer.
 type creditList struct {
 	credits []uint16
-	since   uint64       // when the oldest credit was added
 	count   atomic.Int32 // len(credits)
 }
 
@@ -226,7 +225,7 @@ func (in *inbound) sendQueued() {
 	}
 }
 
-// returnCredit returns a slot to the peer, with the next message to it or after creditDelay.
+// returnCredit returns a slot to the peer, with the next message to it or at the next housekeeping.
 func (in *inbound) returnCredit(l *receiveSlot) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
@@ -237,9 +236,6 @@ func (in *inbound) returnCredit(l *receiveSlot) {
 func (in *inbound) returnCreditLocked(l *receiveSlot) {
 	if in.closed || !in.handshake.native || l == nil || in.v.budget.slots.Get(l.Index()) != l {
 		return
-	}
-	if len(in.owed.credits) == 0 {
-		in.owed.since = clock.Now()
 	}
 	if in.slots.reclaim.since != 0 {
 		in.slots.reclaim.since = clock.Now() // the peer has used this slot until now
@@ -308,23 +304,18 @@ func (in *inbound) sendCredits() {
 	in.owed.count.Store(0)
 }
 
-// creditDelay is how long credits wait for a message that can carry them.
-const creditDelay = time.Millisecond
-
-// tick sends credits that are older than creditDelay, or all credits if all is set, and checks a slot that may have been overwritten. It
-// reports whether it sent credits.
-func (in *inbound) tick(now uint64, all bool) (sent bool) {
-	if in.owed.count.Load() > 0 {
+// tick sends the credits that no message has carried since the last housekeeping, and checks a slot that may have been overwritten. It reports
+// whether it sent credits.
+func (in *inbound) tick(now uint64, _ bool) (sent bool) {
+	if sent = in.owed.count.Load() > 0; sent {
 		in.mu.Lock()
-		if sent = all || time.Duration(now-in.owed.since) > creditDelay; sent {
-			in.sendCredits()
-		}
+		in.sendCredits()
 		in.mu.Unlock()
 	}
 	if in.slots.overwritten.Load() {
 		slotSet{in}.checkOverwrite(now)
 	}
-	if in.owed.count.Load() > 0 || in.slots.overwritten.Load() {
+	if in.slots.overwritten.Load() {
 		in.device.active.Add(&in.activeDue)
 	}
 	return sent
