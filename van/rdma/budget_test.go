@@ -79,10 +79,12 @@ func TestBatchBeyondTheBudget(t *testing.T) {
 				m.Parts[len(m.Parts)-1].Shape[0] = size
 			}
 			m.WriteDirectory()
+			r.net.Hold() // no slot is granted meanwhile
 			w.must(m)
 			for _, n := range []int{0, size} {
 				vantest.Fails(t, w.Send(push(s, 1, sent, v[:n])), van.ErrQueueFull, van.NodeName(8), x.limit)
 			}
+			r.net.Release()
 			for i := 0; i < sent; {
 				got, release := s.parts(1)
 				r.checkParts("the batch", got, m.Parts[i:][:len(got)], i)
