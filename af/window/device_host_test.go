@@ -5,11 +5,13 @@ import (
 	"errors"
 	"os"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/internal/memfd"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -19,15 +21,17 @@ func TestDeviceHostWord(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 3})
 	a, b := r.windows[0], r.windows[1]
 	m := &b.dev.memory
-	m.reading.Lock()
 	for i := range byte(20) {
 		src := bytes.Repeat([]byte{i}, 10)
-		r.must(a.PutSignal(t.Context(), 1, 54, r.tensor(0, src), 2), b.WaitSignal(t.Context(), 0, 2))
+		r.must(a.PutSignal(t.Context(), 1, 54, r.tensor(0, src), 2))
+		vantest.Eventually(t, 20*time.Second, "the signal is in host memory", func() bool { return m.host.came(0, 2, uint64(i)+1) })
+		m.reading.Lock() // a wait that polls the device never ends
+		r.must(b.WaitSignal(t.Context(), 0, 2))
+		m.reading.Unlock()
 		if got := r.memory(1)[54:]; !bytes.Equal(got, src) {
 			t.Fatalf("got %v, want %v", got, src)
 		}
 	}
-	m.reading.Unlock()
 	r.must(b.Signal(t.Context(), 1, 0), b.WaitSignal(t.Context(), 1, 0)) // to this rank itself
 	r.all(func(i int) error { return r.windows[i].Close() })
 }
