@@ -313,7 +313,7 @@ func (n *Node) bind(ctx context.Context, scheduler van.Node) error {
 		}
 	}
 	if err != nil {
-		return &van.Error{Op: "start", Node: n.Name(), Err: err, Hint: bindHint(err, n.role, asked)}
+		return &van.Error{Op: "start", Node: n.Name(), Err: van.TimedOut(err), Hint: bindHint(err, n.role, asked)}
 	}
 	n.self.Port, n.self.Ports = port, []int32{int32(port)}
 	n.self.DevTypes, n.self.DevIDs = []int32{int32(backend.CPU)}, []int32{0}
@@ -360,6 +360,8 @@ func bindHint(err error, role van.Role, port int) string {
 		return limits.Hint(err)
 	case errors.Is(err, syscall.EACCES) && 0 < port && port < 1024:
 		return "ports below 1024 need the capability CAP_NET_BIND_SERVICE: set " + variable + " to a higher port" + all
+	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
+		return ""
 	case role == van.Scheduler:
 		return "DMLC_PS_ROOT_URI must be an address of the scheduler's host"
 	}
