@@ -240,28 +240,20 @@ func kindOf(m *van.Message) int {
 	return 1
 }
 
-// send sends a message, if there is a connection, and perhaps cancels it. whole makes it try again until it is sent.
-func (x *teller) send(r *rand.Rand, kind, length int, whole bool) {
+// send sends a message as soon as there is a connection. Unless it is a last one, it may be a batch, and may be canceled.
+func (x *teller) send(r *rand.Rand, kind, length int) {
 	x.mu.Lock()
 	ts := len(x.sent[kind])
 	x.sent[kind] = append(x.sent[kind], fate{length: length}) // before it can arrive
 	x.mu.Unlock()
 	b := storyBytes(x.self.ID, kind, ts, length)
 	m := dataMessage(x.to, ts, kind == 0, kind == 0, b)
-	if !whole && r.IntN(4) == 0 {
+	if length != lastLength && r.IntN(4) == 0 {
 		m = batch(x.to, ts, kind == 0, nil, b, pattern(r.IntN(5000), 1))
 	}
 	m.Done = givenBack{&x.given[kind]}
-	for err := x.Send(m); err != nil; err = x.Send(m) {
-		time.Sleep(time.Millisecond) // the connection is made again
-		if !whole {
-			x.mu.Lock()
-			x.sent[kind] = x.sent[kind][:ts]
-			x.mu.Unlock()
-			return
-		}
-	}
-	if kind == 0 && !whole && r.IntN(6) == 0 {
+	vantest.Eventually(x.end.t, limit, "a connection", func() bool { return x.Send(m) == nil })
+	if kind == 0 && length != lastLength && r.IntN(6) == 0 {
 		x.mu.Lock()
 		x.sent[kind][ts].canceled = true
 		x.mu.Unlock()
@@ -330,7 +322,7 @@ func runStory(t *testing.T, seed uint64, options func(*van.Options)) {
 			senders.Go(func() {
 				r := random(uint64(10 + 2*i + kind))
 				for range 60 {
-					x.send(r, kind, storyLength(r), false)
+					x.send(r, kind, storyLength(r))
 				}
 			})
 		}
@@ -343,7 +335,7 @@ func runStory(t *testing.T, seed uint64, options func(*van.Options)) {
 		for kind := range 2 {
 			arrives := both[1-i].ended[kind].Done()
 			vantest.Eventually(t, limit, "the last message", func() bool {
-				x.send(random(99), kind, lastLength, true)
+				x.send(random(99), kind, lastLength)
 				select {
 				case <-arrives:
 					return true
@@ -433,36 +425,30 @@ func replacementStory(t *testing.T, seed uint64) {
 	}
 	server.before.Store(&f)
 	drain(server)
-	send := func(e *end, to, k int, request bool) {
+	// repeat calls send with 1, 2, ... until the end of the story. If send fails, and from time to time, it pauses.
+	repeat := func(send func(i int) error) {
+		pause := time.NewTicker(time.Millisecond)
+		defer pause.Stop()
 		for i := 1; ; i++ {
+			if err := send(i); err == nil && i%20 != 0 {
+				continue
+			}
 			select {
+			case <-pause.C:
 			case <-stop:
 				return
-			default:
-			}
-			b := pattern(storyLength(rand.New(rand.NewPCG(seed, uint64(i))))/20, k*step+i)
-			if e.Send(dataMessage(to, k*step+i, request, request, b)) != nil || i%20 == 0 {
-				time.Sleep(time.Millisecond)
 			}
 		}
 	}
 	var knows sync.RWMutex // held while the server sends (read), and when it learns of a process
 	known := 0
 	all.Go(func() {
-		for i := 1; ; i++ {
-			select {
-			case <-stop:
-				return
-			default:
-			}
+		repeat(func(i int) error {
 			knows.RLock()
+			defer knows.RUnlock()
 			ts := known*step + i%step
-			err := server.Send(dataMessage(9, ts, false, false, pattern(i%500, ts)))
-			knows.RUnlock()
-			if err != nil || i%20 == 0 {
-				time.Sleep(time.Millisecond)
-			}
-		}
+			return server.Send(dataMessage(9, ts, false, false, pattern(i%500, ts)))
+		})
 	})
 	for k := range processes {
 		worker := start(t, 9, nil)
@@ -481,7 +467,10 @@ func replacementStory(t *testing.T, seed uint64) {
 		begin := sync.OnceFunc(func() { close(sends) })
 		all.Go(func() {
 			<-sends
-			send(worker, 8, k, true)
+			repeat(func(i int) error {
+				b := pattern(storyLength(rand.New(rand.NewPCG(seed, uint64(i))))/20, k*step+i)
+				return worker.Send(dataMessage(8, k*step+i, true, true, b))
+			})
 		})
 		if r.IntN(2) == 0 {
 			begin() // before the server knows it
@@ -490,9 +479,6 @@ func replacementStory(t *testing.T, seed uint64) {
 		server.connect(worker)
 		known = k
 		knows.Unlock()
-		if k > 0 && r.IntN(2) == 0 {
-			time.Sleep(time.Duration(r.IntN(20)) * time.Millisecond)
-		}
 		server.Admit(9)
 		begin()
 		if k == processes-1 {
