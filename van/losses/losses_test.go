@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 	"github.com/stepaf/stepaf-go/van"
 )
 
