@@ -1,4 +1,4 @@
-// Package losses tells a node which of its peers are lost, and which are back.
+// Package losses notifies a node of its peers that are lost, and of those that are back.
 package losses
 
 import (
@@ -23,7 +23,7 @@ type State struct {
 // Queue calls the node's watcher (van.PeerWatcher) for each peer that is lost or back, in order, on a goroutine of its
 // own: a watcher may close the van, and may hold locks while it calls the van.
 type Queue struct {
-	// Current reports whether a peer still is the process that has its id. Nothing is told of others.
+	// Current reports whether a peer still is the process that has its id. The watcher is not called for others.
 	Current func(Peer) bool
 	// Gone, if not nil, is called with a lost peer's id before the watcher.
 	Gone func(id int)
@@ -67,8 +67,8 @@ func (q *Queue) Broken(p Peer, cause error, then func()) {
 	q.add(event{peer: p, up: true, then: then})
 }
 
-// Replaced records that p has replaced old. If the loss of old was or is being told, the watcher may mistake it for a loss of
-// p. It is therefore called once more, for p's return. A return of old is not told any more.
+// Replaced records that p has replaced old. If the watcher was or is being called for the loss of old, it may mistake that for
+// a loss of p. It is therefore called once more, for p's return, and no more for a return of old.
 func (q *Queue) Replaced(old, p Peer) {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -16,7 +16,7 @@ func (n *peer) Process() (id int, incarnation uint32) { return int(n.id.Load()),
 func (n *peer) Loss() *losses.State { return &n.loss }
 
 // inside passes the events of peer id from the van inside to watch. It drops a return while the connection for data is broken,
-// since a message would fail then. The return is told when the connection for data is made again.
+// since a message would fail then. The watcher is notified when the connection for data is made again.
 func (p *peers) inside(watch func(id int, up bool, cause error), id int, up bool, cause error) {
 	if !up {
 		p.lostInside(id, cause)

@@ -27,8 +27,8 @@ var (
 // TestStory checks of every story:
 //
 //   - a message arrives once, with its own bytes, and in the order of its kind: requests, answers;
-//   - if a message that was sent does not arrive, its receiver is told that the sender was lost before a later message of that kind
-//     arrives, and its sender is told, too, unless the message was canceled. Messages that had arrived before the loss may be delivered
+//   - if a message that was sent does not arrive, its receiver is notified of the loss of the sender before a later message of that kind
+//     arrives, and so is its sender, unless the message was canceled. Messages that had arrived before the loss may be delivered
 //     after it;
 //   - each sent message is given back once;
 //   - when nothing is cut any more, messages arrive in both directions.
@@ -158,7 +158,7 @@ type teller struct {
 	arrived [2]int      // the last timestamp of each kind, plus 1
 	gaps    [2]int      // runs of missing messages of each kind
 	story   []string
-	losses  int // that the watcher was told of
+	losses  int // of which the watcher was notified
 	missed  int // messages that did not arrive, and were not canceled
 	ended   [2]context.Context
 	last    [2]context.CancelFunc // called when a last message arrives
@@ -177,7 +177,7 @@ type givenBack struct{ n *atomic.Int64 }
 
 func (g givenBack) Sent() { g.n.Add(1) }
 
-// lost records that the watcher of x's peer was told of a loss.
+// lost records a loss of x's peer.
 func (x *teller) lost() {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -227,7 +227,7 @@ func (x *teller) receive(from *teller, m *van.Message) {
 	}
 }
 
-// insideIsCut reports whether connections of the van inside are cut, too. What is lost with those is told only to its sender.
+// insideIsCut reports whether connections of the van inside are cut, too. Only the sender of what is lost with those is notified.
 func insideIsCut(seed uint64) bool { return seed%2 == 0 }
 
 // lastLength is the length of the last message of each kind.
