@@ -195,7 +195,7 @@ type Path struct {
 	// Over is the carrier: a transport, or "shared memory". "" means that there is none, or that it is not chosen yet.
 	Over string
 	// Why says why there is no carrier, or why data does not go over a preferred one. Why is "" if Over is the preferred
-	// carrier, or if the configuration or an unknown reason excludes it.
+	// carrier, if the configuration excludes the preferred ones, or if the reason is not known.
 	Why string
 	// Device says that values on the node's device are sent directly. On other paths they
 	// are copied to the host first.
