@@ -174,6 +174,22 @@ func TestBarrierEndsInTime(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	// Another goroutine performs the outputs of the machine, and has not reached that of the barrier.
+	var once sync.Once
+	busy, free := make(chan struct{}), make(chan struct{})
+	core(w).OnPeer(func(int, bool, error) {
+		once.Do(func() {
+			close(busy)
+			<-free
+		})
+	})
+	go core(w).PeerChanged(van.ServerID(0), false, errors.New("connection reset"))
+	<-busy
+	err := core(w).InstanceBarrier(ctx, 0, int(w.ID()))
+	close(free)
+	if err != nil {
+		t.Errorf("while another goroutine performs outputs: %v", err)
+	}
 }
 
 // TestBarrierErrors: a barrier that cannot complete is an error, and the next one works.

@@ -27,10 +27,18 @@ type control struct {
 	mu              sync.Mutex // guards the fields below, and changes of life
 	machine         *membership.Machine
 	outputs         []membership.Output
-	draining        bool               // a goroutine performs outputs
-	pendingConnects map[int]int        // by peer, Connect outputs that are not performed yet
-	waiters         map[int]chan error // by barrier number
-	rearm           chan struct{}      // the time of the next tick may have changed
+	draining        bool            // a goroutine performs outputs
+	pendingConnects map[int]int     // by peer, Connect outputs that are not performed yet
+	waiters         map[int]*waiter // by barrier number
+	rearm           chan struct{}   // the time of the next tick may have changed
+}
+
+// waiter is a call that waits for a barrier.
+type waiter struct {
+	ended chan error // receives result when the output that ends the barrier is performed
+	// over: the machine has ended the barrier, with result. control.mu guards both.
+	over   bool
+	result error
 }
 
 // now is the machine's clock.
@@ -64,8 +72,13 @@ func (c *control) advance(input func(time.Duration)) {
 	c.members.updateProcesses(outs, c.machine.Incarnation(van.SchedulerID))
 	c.members.updateLosses(outs)
 	for _, o := range outs {
-		if o, ok := o.(membership.Connect); ok {
+		switch o := o.(type) {
+		case membership.Connect:
 			c.addPendingConnect(o.ID, 1)
+		case membership.BarrierDone:
+			c.barrierOver(o.Barrier, nil)
+		case membership.BarrierFailed:
+			c.barrierOver(o.Barrier, o.Err)
 		}
 	}
 	c.outputs = append(c.outputs, outs...)
@@ -172,19 +185,19 @@ func (c *control) receive(msg *van.Message) {
 // await starts a barrier and waits for its end.
 func (c *control) await(ctx context.Context, op string, begin func(time.Duration) (int, error)) error {
 	start := time.Now()
-	done := make(chan error, 1)
+	w := &waiter{ended: make(chan error, 1)}
 	var ticket int
 	var err error
 	c.step(func(t time.Duration) {
 		if ticket, err = begin(t); err == nil {
-			c.waiters[ticket] = done
+			c.waiters[ticket] = w
 		}
 	})
 	if err != nil {
 		return err
 	}
 	select {
-	case err := <-done:
+	case err := <-w.ended:
 		return err
 	case <-c.life.failed:
 		return c.life.err
@@ -193,26 +206,35 @@ func (c *control) await(ctx context.Context, op string, begin func(time.Duration
 	case <-ctx.Done():
 		err = van.TimedOut(context.Cause(ctx))
 	}
+	var over bool // before this call was canceled
 	missing, hint := "", ""
 	c.step(func(time.Duration) {
 		delete(c.waiters, ticket)
-		missing, hint = c.machine.Missing(ticket)
-		c.machine.CancelBarrier(ticket)
+		if over = w.over; !over {
+			missing, hint = c.machine.Missing(ticket)
+			c.machine.CancelBarrier(ticket)
+		}
 	})
-	select {
-	case err := <-done: // it was over before
-		return err
-	default:
+	if over {
+		return w.result
 	}
 	return &van.Error{Op: op, Node: c.self.Name(), Detail: missing, Elapsed: time.Since(start), Err: err, Hint: hint}
 }
 
+// barrierOver records the result of a barrier that the machine has ended. mu is held.
+func (c *control) barrierOver(ticket int, err error) {
+	if w := c.waiters[ticket]; w != nil {
+		w.over, w.result = true, err
+	}
+}
+
+// barrierEnded ends the call that waits for a barrier.
 func (c *control) barrierEnded(ticket int, err error) {
 	c.mu.Lock()
-	done := c.waiters[ticket]
+	w := c.waiters[ticket]
 	delete(c.waiters, ticket)
 	c.mu.Unlock()
-	if done != nil {
-		done <- err
+	if w != nil {
+		w.ended <- err
 	}
 }

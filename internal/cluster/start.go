@@ -225,7 +225,7 @@ func (n *Node) assemble() {
 	n.apps.init(&n.nodeInfo, &n.processes, &n.notices)
 	n.pending.init(&n.nodeInfo, &n.processes, &n.apps)
 	n.ending.workers = map[int]workerMessage{}
-	n.control = control{self: &n.nodeInfo, life: &n.lifetime, pendingConnects: map[int]int{}, waiters: map[int]chan error{}, rearm: make(chan struct{}, 1)}
+	n.control = control{self: &n.nodeInfo, life: &n.lifetime, pendingConnects: map[int]int{}, waiters: map[int]*waiter{}, rearm: make(chan struct{}, 1)}
 	n.control.members = members{self: &n.nodeInfo, processes: &n.processes, pending: &n.pending, tempNodes: map[int]van.Node{}}
 	n.control.queues.perform = n.perform
 }
