@@ -429,23 +429,31 @@ func holdsOf(all []pendingMessage, msg *van.Message) bool {
 	})
 }
 
-// keep queues the messages of node id again that deliverAll has passed. It reports whether one is of the process that has
-// the id now. processes.mu and mu are held.
+// keep queues the messages of node id again that deliverAll has passed, before those that have arrived since. It reports whether
+// one is of the process that has the id now. processes.mu and mu are held.
 func (s *pendingMessages) keep(id int, v *pendingQueue) (known bool) {
-	if v == nil {
+	if v == nil || len(v.passed) == 0 {
 		return false
 	}
 	passed := v.passed
 	v.passed = nil
-	for _, e := range passed {
-		s.count(e, -1)
-		if s.closed {
+	if s.closed {
+		for _, e := range passed {
+			s.count(e, -1)
 			e.msg.Release()
-			continue
 		}
+		return false
+	}
+	for _, e := range passed {
 		from, _ := e.msg.Incarnations()
 		known = known || from == s.processes.of(id).incarnation
-		s.add(id, e)
+		if e.refused == nil {
+			v.bytes += weight(e.msg)
+		}
+	}
+	v.queue = append(passed, v.queue...)
+	if s.expiry == nil {
+		s.expireIn(pendingTime)
 	}
 	return known
 }

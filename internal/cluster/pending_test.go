@@ -350,7 +350,7 @@ func TestPendingMessagesOfTwoProcesses(t *testing.T) {
 			}
 		}
 	}
-	check := func(when string, sent uint64) {
+	check := func(when string, sent uint64, pending int) {
 		t.Helper()
 		until(t, when+", all have arrived", func() bool {
 			return uint64(hook.Held())+s.Stats().StrangerMessages >= sent
@@ -358,20 +358,64 @@ func TestPendingMessagesOfTwoProcesses(t *testing.T) {
 		if n := hook.Held(); n*size > budget+2*size {
 			t.Errorf("%s, %d messages of %d bytes are queued, the budget is %d", when, n, size, budget)
 		}
+		if got := s.Stats().PendingMessages; got != pending {
+			t.Errorf("%s, Stats has %d pending messages and refusals, want %d", when, got, pending)
+		}
 	}
 	s.SetLost(id, van.ErrPeerLost)
 	s.SetProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: next}).Encode()})
 	send(next, 0, 1)
 	send(next^1, 0, 30)
 	send(next, 1, 2)
-	check("before the member can be answered", 32)
+	check("before the member can be answered", 32, 32)
 	s.CarryOut(membership.PeerReplaced{ID: id, Node: van.Node{Role: van.Worker, ID: id}})
 	<-entered
 	leave <- struct{}{}
 	<-entered // the delivery has passed the messages of the unknown process
 	send(next^1, 30, 60)
-	check("while the member's messages are delivered", 61)
+	check("while the member's messages are delivered", 61, 60)
 	close(leave)
+}
+
+// TestOrderOfPassedMessages: messages of a process that becomes the member while the delivery of its predecessor's messages has
+// passed some of them are delivered in order.
+func TestOrderOfPassedMessages(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	w, s := core(c.Workers[0]), core(c.Servers[0])
+	entered, leave := make(chan int32, 8), make(chan struct{})
+	if _, err := s.App().AddCustomer(7, 7, func(m *van.Message) {
+		entered <- m.Timestamp
+		<-leave
+	}); err != nil {
+		t.Fatal(err)
+	}
+	id, first := van.WorkerID(0), w.Incarnation()^0x5555
+	second := first ^ 1
+	send := func(incarnation uint32, ts int32) {
+		m := rawRequest(7, ts, 8)
+		m.Sender = id
+		m.SetIncarnations(incarnation, s.Incarnation())
+		s.Receive(m)
+	}
+	become := func(incarnation uint32) { // without a connection
+		s.SetLost(id, van.ErrPeerLost)
+		s.SetProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: incarnation}).Encode()})
+	}
+	connected := func() { s.CarryOut(membership.PeerReplaced{ID: id, Node: van.Node{Role: van.Worker, ID: id}}) }
+	become(first)
+	send(second, 1)
+	send(first, 2)
+	connected()
+	<-entered // the delivery has passed message 1
+	send(second, 3)
+	become(second)
+	leave <- struct{}{}
+	until(t, "both messages are queued", func() bool { return s.PendingMessages() == 2 })
+	close(leave)
+	connected()
+	if got := []int32{<-entered, <-entered}; !slices.Equal(got, []int32{1, 3}) {
+		t.Errorf("messages %v are delivered, want 1 and 3", got)
+	}
 }
 
 // TestQueuedRequestsExpire: requests for an application that is not made are dropped after STEPAF_START_TIMEOUT, with

@@ -98,7 +98,7 @@ func (s *pendingMessages) size() (messages, bytes int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, q := range s.queues {
-		messages += len(q.queue)
+		messages += len(q.queue) + len(q.passed)
 	}
 	return messages, s.bytes
 }
