@@ -41,7 +41,7 @@ type PeerStats struct {
 	ID     NodeID
 	Lost   error         // why the peer is considered lost; nil while it is alive
 	Silent time.Duration // since its last message; 0 on nodes that its heartbeats do not go to: they go to the scheduler, and the scheduler's to all
-	Path   Path          // of data, as it is now: see Path.Why; zero between the scheduler and the others
+	Path   Path          // of data, as it is now: see Path.Why; zero between the scheduler and the others, and between nodes without a connection, such as two workers
 }
 
 // Stats returns a snapshot of the node, for monitoring. Each number is read by itself: others may change meanwhile. Stats

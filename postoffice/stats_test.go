@@ -14,7 +14,7 @@ import (
 )
 
 // TestStats: a snapshot has the requests in flight on the worker, the accepted ones and running handlers on the server, the
-// messages of the transport, and the state of each peer. OnTrace gets the times of each message.
+// messages of the transport, and the state of each peer. A peer without a connection has no path. OnTrace gets the times of each message.
 func TestStats(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -83,6 +83,11 @@ func TestStats(t *testing.T) {
 	}
 	if s := c.Worker(0).Stats().Transport; s.SentMessages == 0 || s.ReceivedMessages == 0 {
 		t.Errorf("the transport has counted %+v, want messages sent and received", s)
+	}
+	for _, p := range c.Worker(0).Stats().Peers {
+		if connected := p.ID == postoffice.ServerID(0); connected != (p.Path.Over != "") {
+			t.Errorf("data to %s goes over %q, connected: %t", p.ID, p.Path.Over, connected)
+		}
 	}
 	if err := c.Kill(ctx, c.Worker(1)); err != nil {
 		t.Fatal(err)

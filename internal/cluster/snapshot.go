@@ -36,7 +36,7 @@ type PeerStats struct {
 	ID     int
 	Lost   error         // nil while the peer is alive
 	Silent time.Duration // since its last message; 0 if this node does not receive its heartbeats
-	Path   van.Path      // of data; zero between the scheduler and the others
+	Path   van.Path      // of data; zero between the scheduler and the others, and without a connection
 }
 
 // Stats returns a snapshot. Each number is read by itself: others may change meanwhile.
@@ -62,7 +62,8 @@ func (n *Node) Stats() Stats {
 	}
 	n.control.mu.Unlock()
 	for i := range s.Peers {
-		if p := &s.Peers[i]; n.role != van.Scheduler && p.ID != van.SchedulerID {
+		p := &s.Peers[i]
+		if _, connected := n.peers.Load(p.ID); connected && n.role != van.Scheduler && p.ID != van.SchedulerID {
 			p.Path = van.PathTo(n.transport.van, p.ID, true)
 		}
 	}
