@@ -123,6 +123,44 @@ func TestLinkLater(t *testing.T) {
 	}
 }
 
+// pathInside is a van inside that calls asked before it returns a path.
+type pathInside struct {
+	van.Van
+	asked func()
+}
+
+func (v *pathInside) Unwrap() van.Van { return v.Van }
+
+func (v *pathInside) PathTo(int, bool) van.Path {
+	v.asked()
+	return van.Path{Over: "inside"}
+}
+
+// TestPathWhileTheLinkIsMade: PathTo does not return the path of the van inside, as if there were no reason for it, while the
+// link is made.
+func TestPathWhileTheLinkIsMade(t *testing.T) {
+	n := inproc.NewNetwork()
+	inside := &pathInside{asked: func() {}}
+	worker := newNode(t, n, 9, func(v *Van) { inside.Van, v.inner = v.inner, inside })
+	server := newNode(t, n, 8, nil)
+	worker.start()
+	server.start()
+	server.connect(worker)
+	if err := worker.Connect(t.Context(), 8, server.self); err != nil {
+		t.Fatal(err)
+	}
+	inside.asked = func() { worker.Linked(8) }
+	if path := worker.PathTo(8, true); path != van.Undecided() && path.Over != SharedMemory {
+		t.Errorf("the path is %+v, want shared memory, or that it is undecided", path)
+	}
+	if !worker.Linked(8) {
+		t.Fatal("not linked")
+	}
+	if path := worker.PathTo(8, true); path != (van.Path{Over: SharedMemory}) {
+		t.Errorf("the path is %+v, want shared memory", path)
+	}
+}
+
 // TestChangeUnderTraffic: if a goroutine sends all the time while its data moves to a link, the order of its messages is kept.
 func TestChangeUnderTraffic(t *testing.T) {
 	var free atomic.Bool

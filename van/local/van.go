@@ -340,22 +340,21 @@ const SharedMemory = "shared memory"
 // PathTo implements van.PathChooser. Send refuses a value on the device that cannot be exported to other
 // processes with backend.ErrNotExportable, even if Device is set.
 func (v *Van) PathTo(id int, now bool) van.Path {
-	l := v.peers.link(id)
-	if l == nil && !now {
+	why, settled := "", true
+	var l *outLink
+	if now {
+		why, settled = v.peers.whyNot(id) // first: the link may be made meanwhile
+		l = v.peers.link(id)
+	} else {
 		l = v.peers.settledLink(id)
 	}
-	if l != nil {
+	switch {
+	case l != nil:
 		return van.Path{Over: SharedMemory, Device: l.device}
-	}
-	inside := van.PathTo(v.inner, id, now)
-	if !now {
-		return inside
-	}
-	why, settled := v.peers.whyNot(id)
-	if !settled {
+	case !settled:
 		return van.Undecided()
 	}
-	return inside.Not(SharedMemory, why)
+	return van.PathTo(v.inner, id, now).Not(SharedMemory, why)
 }
 
 // Stats implements van.Meter. The counters include messages over the van inside.
