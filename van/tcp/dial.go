@@ -67,8 +67,8 @@ func (d *dialer) connect(n *peer) {
 		d.n.log.Error("a peer gets no data of this process", "peer", n.name(), "addr", n.addr, "err", err)
 		return
 	default:
+		n.over.Store(true) // before the reason: see PathTo
 		p.failed(n, err)
-		n.over.Store(true)
 		if !d.later.First(int(n.id.Load()), err, "addr", n.addr) {
 			return
 		}

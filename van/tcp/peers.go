@@ -50,12 +50,13 @@ type peer struct {
 	over    atomic.Bool   // settled: data goes over the van inside until there is a connection
 	inside  sync.RWMutex  // held for reading by a Send over the van inside, and for writing while the data moves to a connection
 
+	loss losses.State
+
 	// peers.mu guards what follows.
 	why          error  // why the latest attempt to make a connection has failed, or nil
 	insideLosses uint64 // how often the van inside has lost the peer
 	begun        bool   // the connection is being made
 	admitted     bool   // the process is not a replacement, or Admit was called
-	loss         losses.State
 }
 
 // name is the node name of n.
