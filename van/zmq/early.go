@@ -77,6 +77,9 @@ func (e *early) admit(c *conn) bool {
 		if k.name != (peerName{id, c.incarnation}) {
 			return false
 		}
+		if k.msg.Request {
+			c.answers.CompareAndSwap(undecided, overRouter)
+		}
 		e.ready = append(e.ready, k.msg)
 		return true
 	})

@@ -162,6 +162,9 @@ func TestReplacedWithoutConnection(t *testing.T) {
 	if m := server.next(t); m.Timestamp != 1 {
 		t.Errorf("message %d arrived, want 1", m.Timestamp)
 	}
+	if c := (*server.peers.Load())[9]; !c.overRouter(answerOf(9, 1)) {
+		t.Error("the answer to a request that arrived before its process was known leaves over another connection")
+	}
 	server.must(t, heartbeat(9, 3))
 	if m := next.next(t); m.Timestamp != 3 {
 		t.Errorf("message %d arrived, want 3", m.Timestamp)
