@@ -38,9 +38,12 @@ func (c *Customer) TableSize() int { return len(*c.table.Load()) }
 
 // SetProcess enters the record of the process that has id, as if this node had a connection to it.
 func (n *Node) SetProcess(id int, record *van.Node) {
-	n.control.members.setProcess(id, record, true)
-	n.pending.connected(id)
+	n.AddProcess(id, record)
+	n.pending.connected(id, record)
 }
+
+// AddProcess enters the record of the process that has id. This node has no connection to it.
+func (n *Node) AddProcess(id int, record *van.Node) { n.control.members.setProcess(id, record, true) }
 
 // QueuedRequests counts the requests for applications that do not exist yet.
 func (n *Node) QueuedRequests() int {

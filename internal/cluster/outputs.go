@@ -29,9 +29,7 @@ func (n *Node) perform(o membership.Output) {
 			n.rarely("connect: "+logx.Kind(err)).Error("connect failed", "peer", n.peerName(o.ID), "err", err)
 			n.control.step(func(t time.Duration) { n.control.machine.ConnectFailed(t, o.ID, err) })
 		}
-		if n.processes.has(o.ID, &o.Node) {
-			n.pending.connected(o.ID)
-		}
+		n.pending.connected(o.ID, &o.Node)
 	case membership.Disconnect:
 		n.transport.van.Disconnect(o.ID)
 		n.peers.Delete(o.ID)
@@ -43,7 +41,7 @@ func (n *Node) perform(o membership.Output) {
 		if err := n.transport.van.Rename(o.Old, o.New); err != nil {
 			n.log.Error("rename failed", "peer", n.peerName(o.New), "err", err)
 		}
-		n.pending.connected(o.New)
+		n.pending.connected(o.New, nil)
 	case membership.Probe:
 		go n.probes.probe(o.Node, n.self.Hostname, func(from string, err error) {
 			n.control.step(func(t time.Duration) { n.control.machine.Probed(t, &o.Node, from, err) })
@@ -77,7 +75,7 @@ func (n *Node) perform(o membership.Output) {
 			n.notifyServers([]int{o.ID})
 		}
 		n.watchers.notify(o.ID, true, nil)
-		n.pending.deliverPending(o.ID)
+		n.pending.alive(o.ID)
 	case membership.PeerReplaced:
 		n.peerReplaced(o.ID, &o.Node)
 	case membership.Policies:

@@ -320,17 +320,38 @@ func (s *pendingMessages) setProcess(id int, incarnation uint32, replaced bool) 
 			p.epoch++
 		}
 		if p.incarnation != incarnation {
-			p.connected, p.hasPending = false, incarnation != 0
+			p.dialed, p.connected, p.hasPending = false, false, incarnation != 0
 		}
 		p.known, p.incarnation = true, incarnation
 	})
 }
 
-// connected delivers the messages that were queued until this node had a connection to node id. If the id's former process is
-// lost, PeerReplaced or PeerAlive follows, and delivers them.
-func (s *pendingMessages) connected(id int) {
-	if s.processes.lost(id) == nil {
-		s.deliverPending(id)
+// connected records that this node has connected to the process of record as node id, unless another process has replaced it
+// meanwhile; nil stands for the process in the table. It delivers the messages that were queued until then. If the id's former
+// process is lost, PeerReplaced or PeerAlive follows, and delivers them.
+func (s *pendingMessages) connected(id int, record *van.Node) {
+	s.processes.mu.Lock()
+	defer s.processes.mu.Unlock()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case record != nil && !s.processes.has(id, record):
+	case s.processes.lost(id) == nil:
+		s.deliverPendingLocked(id)
+	default:
+		s.processes.change(id, func(p *process) { p.dialed = true })
+	}
+}
+
+// alive delivers the messages that were queued while node id was lost. If another process has replaced it meanwhile, to which
+// this node has not connected, PeerReplaced follows.
+func (s *pendingMessages) alive(id int) {
+	s.processes.mu.Lock()
+	defer s.processes.mu.Unlock()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.processes.of(id).dialed {
+		s.deliverPendingLocked(id)
 	}
 }
 
@@ -340,7 +361,12 @@ func (s *pendingMessages) deliverPending(id int) {
 	defer s.processes.mu.Unlock()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.processes.change(id, func(p *process) { p.connected = true })
+	s.deliverPendingLocked(id)
+}
+
+// deliverPendingLocked is deliverPending. processes.mu and mu are held.
+func (s *pendingMessages) deliverPendingLocked(id int) {
+	s.processes.change(id, func(p *process) { p.dialed, p.connected = true, true })
 	s.startDelivery(id)
 }
 

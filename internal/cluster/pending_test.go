@@ -250,10 +250,16 @@ func TestAnsweredWhenReplaced(t *testing.T) {
 	}
 	until(t, "it waits", func() bool { return core(s).PendingMessages() == 1 })
 	record := van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: next}).Encode()}
-	core(s).SetProcess(id, &record)
+	core(s).AddProcess(id, &record)
 	select {
 	case err := <-lost:
 		t.Fatalf("delivered before its sender can be answered: %v", err)
+	case <-time.After(100 * time.Millisecond): // in which it would have arrived
+	}
+	core(s).CarryOut(membership.PeerAlive{ID: id}) // the process before it was back for a moment
+	select {
+	case <-lost:
+		t.Fatal("delivered when its predecessor was back, before this node has connected to it")
 	case <-time.After(100 * time.Millisecond): // in which it would have arrived
 	}
 	// This node has connected to a process in between, which was replaced meanwhile: answers would go there.

@@ -17,7 +17,8 @@ type process struct {
 	epoch       uint32 // counts the processes that have had the id, from 1
 	incarnation uint32 // see van.NodeExtension; 0: not known, or a C++ StepMesh node
 	known       bool   // its record has arrived
-	connected   bool   // this node has connected to it, so it can be answered
+	dialed      bool   // this node has connected to it
+	connected   bool   // likewise, and it is not lost, so it can be answered
 	hasPending  bool   // its messages are queued: it is not connected, or earlier ones are not all delivered yet
 	lost        error  // why it, or the one before it, is considered dead
 	lostEpoch   uint32 // epoch of the one that is considered dead

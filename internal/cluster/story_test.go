@@ -278,7 +278,7 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 			incarnations[id] = incarnation
 			n.pending.setProcess(id, incarnation, rng.IntN(3) == 0)
 			if rng.IntN(3) > 0 {
-				n.pending.connected(id)
+				n.pending.connected(id, nil)
 			}
 			fmt.Fprintln(w, "note", id, incarnation)
 		case k == 14:
