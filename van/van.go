@@ -219,7 +219,7 @@ func PathTo(v Van, id int, now bool) Path {
 }
 
 // Undecided is a path that is chosen when data is first sent there.
-func Undecided() Path { return Path{Why: "no data has been sent there"} }
+func Undecided() Path { return Path{Why: "it is chosen when data is first sent there"} }
 
 // Not returns p with the reason why data does not go over a preferred carrier; "" if it is not known.
 func (p Path) Not(carrier, why string) Path {

@@ -6,7 +6,7 @@ import pytest
 from harness import by_hand, scheduler, within
 
 SIZE = (1000,)
-UNUSED = "no data has been sent there"
+UNUSED = "it is chosen when data is first sent there"
 
 
 def peers(n):

@@ -174,14 +174,12 @@ func (v *Van) Connect(ctx context.Context, id int, record van.Node) error {
 		if former = was.conn.Load(); former != nil {
 			p.leaving[former] = struct{}{}
 		}
+		p.losses.Replaced(was, n)
 	}
 	p.mu.Unlock()
-	if was != nil {
-		if former != nil {
-			former.close()
-			p.left(former)
-		}
-		p.losses.Replaced(was, n)
+	if former != nil {
+		former.close()
+		p.left(former)
 	}
 	return nil
 }
