@@ -441,7 +441,9 @@ static PyObject *py_register_recv_buffer(PyObject *self, PyObject *args) {
         sf_uint64_arg(PyTuple_GetItem(key_items, i), "push_keys", i, &ks[i]) < 0)
       goto out;
   if (tensor_in(tensor, &t, "tensor", -1, 1) < 0) goto out;
-  if (sf_register(&t, rs, ks, (int)n, &e) != SF_DONE) {
+  int rc; // RDMA registers the memory, which takes a while
+  Py_BEGIN_ALLOW_THREADS rc = sf_register(&t, rs, ks, (int)n, &e);
+  Py_END_ALLOW_THREADS if (rc != SF_DONE) {
     sf_raise(&e);
     goto out;
   }
