@@ -96,13 +96,13 @@ func (c *call[V]) cut(vals int) error {
 	} else {
 		sliceByRange(c.keys, w.ranges, c.cuts)
 	}
-	if s := w.skew.note(c.cuts); s >= 0 {
-		w.node.Log().Warn("one server owns all keys of the first requests; kv.SpreadKey makes keys that spread over the servers",
-			"server", van.NodeName(w.servers[s]), "requests", skewRequests, "servers", n, "a key", c.keys[0])
-	}
 	var err error
 	if c.order, err = checkSlices(c.cuts, len(c.keys), c.order); err != nil {
 		return err
+	}
+	if s := w.skew.note(c.cuts); s >= 0 {
+		w.node.Log().Warn("one server owns all keys of the first requests; kv.SpreadKey makes keys that spread over the servers",
+			"server", van.NodeName(w.servers[s]), "requests", skewRequests, "servers", n, "a key", c.keys[0])
 	}
 	c.parts, c.ids = c.parts[:0], c.ids[:0]
 	c.index = slices.Grow(c.index[:0], n)[:n]

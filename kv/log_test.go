@@ -93,6 +93,9 @@ func TestSkewIsSaid(t *testing.T) {
 				key = kv.SpreadKey(key)
 			}
 			do(t, w)(w.Push([]kv.Key{key}, []float32{1}))
+			if i == 998 { // the 1000th request has no keys
+				do(t, w)(w.Push(nil, nil))
+			}
 		}
 		want := 1
 		if spread {

@@ -37,19 +37,24 @@ type skew struct {
 // skewRequests is the number of requests of a worker that skew examines.
 const skewRequests = 1000
 
-// note examines the cuts of one request. After the last request it returns the server that owned all keys of all requests,
+// note examines the cuts of one request. It does not count requests without keys. After the last request it returns the server that owned all keys of all requests,
 // if there is one, else -1.
 func (s *skew) note(cuts []Slice) int {
 	if s.left.Load() <= 0 || s.only.Load() < 0 {
 		return -1
 	}
+	empty := true
 	for i, c := range cuts {
-		if c.Begin < c.End && !s.only.CompareAndSwap(0, int64(i+1)) && s.only.Load() != int64(i+1) {
+		if c.Begin == c.End {
+			continue
+		}
+		empty = false
+		if !s.only.CompareAndSwap(0, int64(i+1)) && s.only.Load() != int64(i+1) {
 			s.only.Store(-1)
 			return -1
 		}
 	}
-	if s.left.Add(-1) != 0 {
+	if empty || s.left.Add(-1) != 0 {
 		return -1
 	}
 	return int(s.only.Load()) - 1

@@ -84,25 +84,30 @@ func TestSpreadKey(t *testing.T) {
 	}
 }
 
-// TestSkew: if one server owns all keys of the first requests, note returns it once.
+// TestSkew: if one server owns all keys of the first requests, note returns it once. A request without keys does not count: the
+// log line names a key of the request at which note returns the server.
 func TestSkew(t *testing.T) {
-	one, other, both := []Slice{{}, {0, 3}}, []Slice{{0, 3}, {}}, []Slice{{0, 1}, {1, 3}}
+	one, other, both, none := []Slice{{}, {0, 3}}, []Slice{{0, 3}, {}}, []Slice{{0, 1}, {1, 3}}, []Slice{{}, {}}
 	for name, x := range map[string]struct {
 		at   map[int][]Slice // by request: cuts that differ from one
 		want int
 	}{
 		"one": {nil, 1}, "both": {map[int][]Slice{7: both}, -1}, "another": {map[int][]Slice{skewRequests - 1: other}, -1}, "later": {map[int][]Slice{skewRequests: other}, 1},
+		"no keys": {map[int][]Slice{3: none}, 1}, "no keys at the end": {map[int][]Slice{skewRequests - 1: none}, 1},
 	} {
 		var s skew
 		s.left.Store(skewRequests)
-		found := -1
+		found, counted := -1, 0
 		for i := range 3 * skewRequests {
 			cuts := x.at[i]
 			if cuts == nil {
 				cuts = one
 			}
+			if cuts[0] != cuts[1] { // the request has keys
+				counted++
+			}
 			if got := s.note(cuts); got >= 0 {
-				if found >= 0 || i != skewRequests-1 {
+				if found >= 0 || counted != skewRequests || cuts[0] == cuts[1] {
 					t.Errorf("%s: found at request %d", name, i)
 				}
 				found = got
