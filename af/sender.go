@@ -210,7 +210,7 @@ func (x *sender) accept(msg *van.Message) error {
 }
 
 // batchOf finds or begins the batch that msg belongs to: batches of one worker
-// may interleave as long as the timestamps of each are consecutive. x.mu is held.
+// may interleave as long as the timestamps of each are consecutive, and so may those of its customers. x.mu is held.
 func (x *sender) batchOf(msg *van.Message) (*batchState, error) {
 	if msg.Head == van.Single || msg.Head == van.BatchStart {
 		b, err := x.begin(msg)
@@ -227,11 +227,17 @@ func (x *sender) batchOf(msg *van.Message) (*batchState, error) {
 		return b, nil
 	}
 	for i := len(x.open) - 1; i >= 0; i-- {
-		if b := x.open[i]; b.last+1 == msg.Timestamp && b.epoch == msg.ProcessEpoch {
+		if b := x.open[i]; b.continuedBy(msg) {
 			return b, nil
 		}
 	}
 	return nil, fmt.Errorf("%w: the %s of a batch, at timestamp %d, continues none of the %d open batches", errNoBatch, [...]string{van.BatchMiddle: "middle", van.BatchEnd: "end"}[msg.Head], msg.Timestamp, len(x.open))
+}
+
+// continuedBy reports whether msg is the next message of b. Each tensor worker of a process numbers its own messages, so two
+// batches of one process may have the same timestamps.
+func (b *batchState) continuedBy(msg *van.Message) bool {
+	return b.last+1 == msg.Timestamp && b.epoch == msg.ProcessEpoch && b.customer == msg.CustomerID
 }
 
 // charge adds the memory of b's last message to its sender's budget. Incomplete batches may use
@@ -290,7 +296,7 @@ func (x *sender) unhold() *van.Message {
 	defer x.mu.Unlock()
 	for i, m := range x.pending {
 		for _, b := range x.open {
-			if b.last+1 == m.Timestamp && b.epoch == m.ProcessEpoch {
+			if b.continuedBy(m) {
 				x.pending = append(x.pending[:i], x.pending[i+1:]...)
 				x.pendingBytes -= m.PayloadLen()
 				x.pendingCount.Add(-1)

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/internal/cluster"
@@ -411,5 +412,52 @@ func TestSenderLimits(t *testing.T) {
 	s.Close()
 	if owner.n != made {
 		t.Errorf("%d of %d messages were given back", owner.n, made)
+	}
+}
+
+// TestCustomersOfAWorker: the timestamps of two tensor workers of one node are the same, and the messages of their batches interleave, as
+// those of two threads of a C++ process do, or overtake each other. Each batch has only the tensors of its own worker.
+func TestCustomersOfAWorker(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	for app, reorders := range []bool{false, true} {
+		s, err := NewServer(c.Servers[0], ServerOptions{AppID: app})
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.reorders = reorders
+		var got []string
+		err = s.Handle(func(b Batch) {
+			keys := ""
+			for _, p := range b.Pushes() {
+				keys += fmt.Sprint(" ", p.Key)
+			}
+			got = append(got, fmt.Sprint("customer ", b.w.customer, ":", keys))
+			b.Release()
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		receive := func(customer int32, ts int32, head van.BatchFlag) {
+			m := &van.Message{}
+			m.Reset()
+			m.Sender, m.ProcessEpoch, m.Request, m.Head, m.Timestamp, m.AppID, m.CustomerID = van.WorkerID(0), 1, true, head, ts, int32(app), customer
+			m.Push, m.IsTensor, m.Dtype, m.Dim, m.Shape[0], m.ValLen = true, true, int32(Uint8), 1, 1, 1
+			key := uint64(10*customer + ts)
+			m.Frames, m.Keys, m.Vals = 2, backend.Bytes(binary.LittleEndian.AppendUint64(nil, key)), backend.Bytes([]byte{1})
+			s.receive(m)
+		}
+		if reorders {
+			receive(2, 1, van.BatchEnd) // before the beginning of its batch
+		}
+		receive(1, 0, van.BatchStart)
+		receive(2, 0, van.BatchStart)
+		receive(1, 1, van.BatchEnd)
+		if !reorders {
+			receive(2, 1, van.BatchEnd)
+		}
+		slices.Sort(got)
+		if want := []string{"customer 1: 10 11", "customer 2: 20 21"}; !slices.Equal(got, want) {
+			t.Errorf("messages overtake each other %t: batches %q, want %q", reorders, got, want)
+		}
 	}
 }
