@@ -93,13 +93,16 @@ func (h *SummingHandler[V]) Len() int {
 // if not empty, must say what the division of vals says. Errors wrap
 // postoffice.ErrInvalid; then nothing was added.
 func (h *SummingHandler[V]) Add(keys []Key, vals []V, lens []int32) error {
-	if len(keys) == 0 {
+	if len(keys) == 0 && len(vals) == 0 && len(lens) == 0 {
 		return nil
 	}
-	k := len(vals) / len(keys)
-	if len(vals) == 0 || len(vals)%len(keys) != 0 {
+	if len(keys) == 0 || len(vals) == 0 || len(vals)%len(keys) != 0 {
 		return fmt.Errorf("%w: push of %d values for %d keys, want the same number for each", van.ErrInvalid, len(vals), len(keys))
 	}
+	if len(lens) > 0 && len(lens) != len(keys) {
+		return fmt.Errorf("%w: push of %d lengths for %d keys, want none or one for each", van.ErrInvalid, len(lens), len(keys))
+	}
+	k := len(vals) / len(keys)
 	for i, l := range lens {
 		if int(l) != k {
 			return fmt.Errorf("%w: push of %d values for key %d and %d for others, want the same number for each", van.ErrInvalid, l, keys[i], k)

@@ -61,7 +61,8 @@ func TestSummingHandlerRefuses(t *testing.T) {
 	}
 	for _, err := range []error{
 		h.Add([]Key{1, 2}, nil, nil), h.Add([]Key{1, 2}, make([]int8, 3), nil), h.Add([]Key{1, 2}, make([]int8, 5), nil), h.Add([]Key{1, 2}, make([]int8, 2), nil),
-		h.Add([]Key{1, 2}, make([]int8, 4), []int32{1, 3}),
+		h.Add([]Key{1, 2}, make([]int8, 4), []int32{1, 3}), h.Add([]Key{1, 2}, make([]int8, 4), []int32{2}), h.Add([]Key{1, 2}, make([]int8, 4), []int32{2, 2, 2}),
+		h.Add([]Key{1, 2}, make([]int8, 4), []int32{2, 2, 3}), h.Add(nil, make([]int8, 4), nil),
 	} {
 		if !errors.Is(err, van.ErrInvalid) {
 			t.Errorf("error %v, want one that wraps %q", err, van.ErrInvalid)
