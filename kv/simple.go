@@ -228,11 +228,17 @@ func (a *SimpleApp) refuse(err error) error {
 	return &van.Error{Op: "simple request", Node: a.node.Name(), Err: err}
 }
 
+// errNotRequest: an answer can be neither answered nor refused, since its sender waits for nothing.
+var errNotRequest = fmt.Errorf("%w: the message is an answer, want a request", van.ErrInvalid)
+
 // Respond answers a request. Answer each once: the requester drops a second one.
 func (d SimpleMessage) Respond(body []byte) error {
 	a := d.app
 	if a == nil {
 		return &van.Error{Op: "respond", Err: fmt.Errorf("%w: no SimpleApp has received this message", van.ErrInvalid)}
+	}
+	if d.state == nil {
+		return &van.Error{Op: "respond", Node: a.node.Name(), Peer: a.node.PeerName(int(d.Sender)), Err: errNotRequest}
 	}
 	if len(body) > math.MaxInt32 {
 		return &van.Error{Op: "respond", Node: a.node.Name(), Err: fmt.Errorf("%w: body of %d bytes, want at most %d", van.ErrInvalid, len(body), math.MaxInt32)}
@@ -252,11 +258,7 @@ func (d SimpleMessage) Respond(body []byte) error {
 }
 
 // leave records that the request has its answer.
-func (d SimpleMessage) leave() {
-	if d.state != nil {
-		d.app.inbound.Leave(d.state)
-	}
-}
+func (d SimpleMessage) leave() { d.app.inbound.Leave(d.state) }
 
 // Refuse tells the requester that this node does not answer: its call fails at once, see Request.Refuse. Requests only
 // can be refused.
@@ -268,6 +270,8 @@ func (d SimpleMessage) Refuse(why error) error {
 		return &van.Error{Op: "refuse", Err: fmt.Errorf("%w: no SimpleApp has received this message", van.ErrInvalid)}
 	case why == nil:
 		return &van.Error{Op: "refuse", Node: a.node.Name(), Err: no}
+	case d.state == nil:
+		return &van.Error{Op: "refuse", Node: a.node.Name(), Peer: a.node.PeerName(int(d.Sender)), Err: errNotRequest}
 	}
 	a.node.Refuse(int(d.Sender), d.epoch, int32(a.app), d.CustomerID, d.Timestamp, no)
 	d.leave()

@@ -2,6 +2,7 @@ package kv_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"sort"
@@ -285,6 +286,32 @@ func TestSimpleEdges(t *testing.T) {
 		t.Errorf("a handler behind one that was refused: %v", err)
 	}
 	vantest.Fails(t, s.Handle(func(kv.Request[float32]) {}), van.ErrInvalid, "this server has one")
+}
+
+// TestAnswerOfAnAnswer: only requests can be answered or refused. The node that has sent an answer waits for nothing.
+func TestAnswerOfAnAnswer(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("worker", 0)})
+	simple(t, c.Servers[0], nil)
+	w := simple(t, c.Workers[0], nil)
+	answers := make(chan kv.SimpleMessage, 1)
+	w.OnAnswer(func(d kv.SimpleMessage) { answers <- d })
+	call, err := w.Request(0, nil, target(van.ServerID(0)))
+	if err == nil {
+		err = call.Wait(t.Context())
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	answer := <-answers
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		if m.SimpleApp {
+			t.Errorf("a message was sent: %v", &m.Meta)
+		}
+		return hooks.Pass
+	})
+	vantest.Fails(t, answer.Respond([]byte("again")), van.ErrInvalid, "the message is an answer, want a request", "worker 0", "server 0 (id 8) at ")
+	vantest.Fails(t, answer.Refuse(errors.New("no")), van.ErrInvalid, "the message is an answer, want a request", "worker 0", "server 0 (id 8) at ")
 }
 
 // TestSimpleCanceled: each server that has not answered is notified that a request is canceled.
