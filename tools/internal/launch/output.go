@@ -2,11 +2,15 @@ package launch
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"io"
 	"os"
 	"regexp"
 	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // maxLine is the length at which a line is divided.
@@ -140,4 +144,59 @@ func (l *lines) end() {
 	if rest := bytes.TrimSuffix(l.rest, []byte{'\r'}); len(rest) > 0 {
 		l.emit(rest)
 	}
+}
+
+// output is one of the two outputs of a child.
+type output struct {
+	lines
+	from *os.File // the pipe that the child writes
+	done chan struct{}
+}
+
+// begin begins to copy the output.
+func (o *output) begin() {
+	o.done = make(chan struct{})
+	go o.copy()
+}
+
+// copy copies the output until no process has it open, or until the deadline of the pipe. All that was written by then is
+// copied, also if the printer is blocked at the deadline.
+func (o *output) copy() {
+	defer close(o.done)
+	buf := make([]byte, 32<<10)
+	var err error
+	read := func(most int) (n int) {
+		n, err = o.from.Read(buf[:min(most, len(buf))])
+		_, _ = o.Write(buf[:n]) // has no errors
+		return n
+	}
+	for err == nil {
+		read(len(buf))
+	}
+	if !errors.Is(err, os.ErrDeadlineExceeded) {
+		return
+	}
+	left := unread(o.from)
+	for err = o.from.SetReadDeadline(time.Time{}); left > 0 && err == nil; {
+		left -= read(left)
+	}
+}
+
+// await waits for the end of the output, and releases the pipe.
+func (o *output) await() {
+	<-o.done
+	o.end()
+	_ = o.from.Close() // was only read
+}
+
+// unread returns the number of bytes in a pipe.
+func unread(pipe *os.File) (n int) {
+	c, err := pipe.SyscallConn()
+	if err == nil {
+		err = c.Control(func(fd uintptr) { n, _ = unix.IoctlGetInt(int(fd), unix.TIOCINQ) }) // the only error is a wrong descriptor
+	}
+	if err != nil {
+		return 0
+	}
+	return n
 }

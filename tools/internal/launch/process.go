@@ -3,6 +3,7 @@ package launch
 import (
 	"errors"
 	"fmt"
+	"os"
 	"os/exec"
 	"strings"
 	"sync"
@@ -21,7 +22,7 @@ type process struct {
 	*Child
 	watch  watch
 	cmd    *exec.Cmd
-	output [2]lines
+	output [2]output
 
 	mu    sync.Mutex
 	ended bool // the process group id may be reused
@@ -39,18 +40,34 @@ type ended struct {
 // start starts c. The calling goroutine must be locked to its thread, and must not end before the child has ended.
 func start(c *Child, plan *Plan, colour int, out *printer) (*process, error) {
 	p := &process{Child: c, watch: watch{failOn: plan.Spec.FailOn}, cmd: exec.Command(c.Argv[0], c.Argv[1:]...)}
-	p.cmd.Env, p.cmd.WaitDelay = c.Env, drainTime
+	p.cmd.Env = c.Env
 	// The child has a process group of its own. The kernel kills it when the thread that started it ends.
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	var ends [2]*os.File // of the pipes, for the child
+	var err error
 	for i := range p.output {
-		p.output[i].emit = func(line []byte) {
+		o := &p.output[i]
+		o.emit = func(line []byte) {
 			p.watch.see(line)
 			out.line(i, c.Name(), colour, line)
 		}
+		if o.from, ends[i], err = os.Pipe(); err != nil {
+			break
+		}
+		defer ends[i].Close() // the child has a copy
 	}
-	p.cmd.Stdout, p.cmd.Stderr = &p.output[toOut], &p.output[toErr]
-	if err := p.cmd.Start(); err != nil {
+	if err == nil {
+		p.cmd.Stdout, p.cmd.Stderr = ends[toOut], ends[toErr]
+		err = p.cmd.Start()
+	}
+	if err != nil {
+		for i := range p.output {
+			_ = p.output[i].from.Close() // nil if its pipe was not made
+		}
 		return nil, fmt.Errorf("%s: %w", c.Name(), err)
+	}
+	for i := range p.output {
+		p.output[i].begin()
 	}
 	return p, nil
 }
@@ -72,9 +89,13 @@ func (p *process) wait() ended {
 	p.mu.Lock()
 	p.ended = true
 	p.mu.Unlock()
-	_ = p.cmd.Wait() // the state has the error, or the output was held open
+	_ = p.cmd.Wait() // the state has the error
+	limit := time.Now().Add(drainTime)
 	for i := range p.output {
-		p.output[i].end()
+		_ = p.output[i].from.SetReadDeadline(limit) // a pipe has deadlines
+	}
+	for i := range p.output {
+		p.output[i].await()
 	}
 	state := p.cmd.ProcessState
 	e := ended{p: p, status: state.ExitCode(), how: state.String(), ok: state.Success(), at: at}

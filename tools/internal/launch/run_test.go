@@ -52,10 +52,11 @@ func behave(script string) int {
 			}
 		case "ignore":
 			signal.Ignore(syscall.SIGTERM)
-		case "child": // a grandchild of the launcher, with our output and another connection
+		case "child", "leave": // a grandchild of the launcher, with our output and another connection; in a process group of its own
 			cmd := exec.Command(os.Args[0])
 			cmd.Env = append(os.Environ(), "DMLC_ROLE=grandchild", "DMLC_NODE_RANK=0", "STEPAF_TEST_GRANDCHILD_0="+strings.ReplaceAll(arg, ",", ";"))
 			cmd.Stdout = os.Stdout
+			cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: verb == "leave"}
 			if err := cmd.Start(); err != nil {
 				fmt.Println(err)
 				return 99
