@@ -4,8 +4,11 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
+
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
 )
 
 // slow is an output whose reader pauses at the first line for longer than the launcher waits for the end of an output.
@@ -23,14 +26,8 @@ func (s *slow) Write(p []byte) (int, error) {
 // children have ended.
 func TestSlowReader(t *testing.T) {
 	c := newCluster(map[string]string{"worker": "chatter " + strings.Repeat("x", 250) + "; say the end", "server": "complain of something"})
-	m := laptop()
-	m.Free = free
-	plan, err := Resolve(c.spec, environment(c.scripts), m)
-	if err != nil {
-		t.Fatal(err)
-	}
 	var out slow
-	if err := Run(plan, Streams{&out, &c.err}, c.signals, func(string) (string, bool) { return "", false }); err != nil {
+	if err := c.runTo(t, &out); err != nil {
 		t.Fatal(err)
 	}
 	if got := out.lines(); len(got) != 201 || got[200] != "[worker 0] the end" {
@@ -52,5 +49,43 @@ func TestOutputHeldOpen(t *testing.T) {
 	v.await(t, 1) // it still runs
 	if !slices.Contains(c.out.lines(), "[worker 0] the end") {
 		t.Errorf("the worker's line is missing among %d", len(c.out.lines()))
+	}
+}
+
+// stopped is an output that nobody reads until the test says so.
+type stopped struct {
+	lock
+	began chan struct{} // has a token when a line is to be written
+	until chan struct{}
+}
+
+func (s *stopped) Write(p []byte) (int, error) {
+	select {
+	case s.began <- struct{}{}:
+	default:
+	}
+	<-s.until
+	return s.lock.Write(p)
+}
+
+// TestEndWithoutReader: a signal ends the children, also those that ignore SIGTERM, while nobody reads the launcher's output.
+func TestEndWithoutReader(t *testing.T) {
+	v := newVisits(t)
+	hang := "hang " + v.Addr().String()
+	c := newCluster(map[string]string{"worker": "say hello; " + hang, "server": "ignore; " + hang})
+	c.spec.KillAfter = time.Millisecond
+	out := &stopped{began: make(chan struct{}, 1), until: make(chan struct{})}
+	done := make(chan error)
+	go func() { done <- c.runTo(t, out) }()
+	children := v.await(t, 2)
+	<-out.began
+	c.signals <- syscall.SIGTERM
+	gone(t, children)
+	close(out.until)
+	if err := <-done; exit.Status(err) != 143 || !slices.Equal(out.lines(), []string{"[worker 0] hello"}) {
+		t.Errorf("%v, with %q; want status 143 and the worker's line", err, out.lines())
+	}
+	if got := c.err.lines(); len(got) != 2 || !strings.Contains(got[0], "stopped by signal: terminated; stopping ") || !strings.Contains(got[1], "killing processes that did not end") {
+		t.Errorf("standard error %q", got)
 	}
 }

@@ -45,6 +45,9 @@ func Run(plan *Plan, streams Streams, signals <-chan os.Signal, lookup func(stri
 	release := r.startAll()
 	defer release()
 	r.loop(signals)
+	if r.said != nil {
+		<-r.said
+	}
 	return r.result
 }
 
@@ -57,7 +60,8 @@ type run struct {
 	living  []*process
 	stopped bool
 	result  error
-	first   time.Time // when the process of result failed; zero if result is not about a process
+	first   time.Time     // when the process of result failed; zero if result is not about a process
+	said    chan struct{} // closed when the last line of say was printed; nil before the first
 
 	grace, kill, limit <-chan time.Time
 }
@@ -125,7 +129,7 @@ func (r *run) loop(signals <-chan os.Signal) {
 			r.fail(fmt.Errorf("did not end within %v of the last %s: %s", r.plan.Spec.Grace, r.primary(), r.names()))
 		case <-r.kill:
 			r.kill = nil
-			r.out.say("killing processes that did not end within %v: %s", r.plan.Spec.KillAfter, r.names())
+			r.say("killing processes that did not end within %v: %s", r.plan.Spec.KillAfter, r.names())
 			r.signalAll(syscall.SIGKILL)
 		}
 	}
@@ -202,9 +206,30 @@ func (r *run) fail(err error) {
 		return
 	}
 	why, _, _ := strings.Cut(err.Error(), "; ")
-	r.out.say("%s; stopping %s", why, r.names())
+	r.say("%s; stopping %s", why, r.names())
 	r.signalAll(syscall.SIGTERM)
 	r.kill = time.After(r.plan.Spec.KillAfter)
+}
+
+// sayTime is how long say waits for the output.
+const sayTime = time.Second
+
+// say prints a line of the launcher. If nobody reads the output, the line is printed later, since the children must be ended
+// nevertheless.
+func (r *run) say(format string, args ...any) {
+	before, said := r.said, make(chan struct{})
+	r.said = said
+	go func() {
+		defer close(said)
+		if before != nil {
+			<-before
+		}
+		r.out.say(format, args...)
+	}()
+	select {
+	case <-said:
+	case <-time.After(sayTime):
+	}
 }
 
 func (r *run) signalAll(s syscall.Signal) {

@@ -149,7 +149,10 @@ func environment(scripts map[string]string) []string {
 	return list
 }
 
-func (c *cluster) run(t *testing.T) error {
+func (c *cluster) run(t *testing.T) error { return c.runTo(t, &c.out) }
+
+// runTo is run with another standard output.
+func (c *cluster) runTo(t *testing.T, out io.Writer) error {
 	t.Helper()
 	m := laptop()
 	m.Free = free
@@ -157,7 +160,7 @@ func (c *cluster) run(t *testing.T) error {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return Run(plan, Streams{&c.out, &c.err}, c.signals, func(string) (string, bool) { return "", false })
+	return Run(plan, Streams{out, &c.err}, c.signals, func(string) (string, bool) { return "", false })
 }
 
 // visits is a listener to which children connect.
