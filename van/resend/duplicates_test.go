@@ -96,6 +96,32 @@ func TestWindow(t *testing.T) {
 	}
 }
 
+// TestLateAnswer: an answer may be any number of timestamps later than others, since a node numbers its requests but answers those of
+// others in any order. It is delivered, while a request that late counts as a duplicate.
+func TestLateAnswer(t *testing.T) {
+	for _, isRequest := range []bool{false, true} {
+		f := newFixture(t, Options{})
+		recv := func(ts int) bool {
+			m := request(9, ts)
+			m.Request = isRequest
+			before := len(f.up)
+			f.p.recv(from(8, m))
+			if s := f.p.take(); len(s) != 1 || s[0].meta.Control.Cmd != van.Ack {
+				t.Errorf("request %t, timestamp %d: answered by %d messages, want one acknowledgement", isRequest, ts, len(s))
+			}
+			return len(f.up) > before
+		}
+		for _, x := range []struct {
+			ts   int
+			want bool
+		}{{10, true}, {11 + windowSize, true}, {11 + windowSize, false}, {5, !isRequest}, {12, true}, {12, false}} {
+			if got := recv(x.ts); got != x.want {
+				t.Errorf("request %t, timestamp %d: delivered %t, want %t", isRequest, x.ts, got, x.want)
+			}
+		}
+	}
+}
+
 // TestOldestStreamForgotten: the most recently used streams are kept.
 func TestOldestStreamForgotten(t *testing.T) {
 	f := newFixture(t, Options{})

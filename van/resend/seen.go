@@ -78,7 +78,7 @@ func (w *window) add(ts int32) bool {
 	if !w.any {
 		w.any, w.top = true, ts
 	}
-	ahead := (ts - w.top) << 1 >> 1
+	ahead := w.ahead(ts)
 	switch {
 	case ahead >= windowSize:
 		clear(w.bits[:])
@@ -89,7 +89,7 @@ func (w *window) add(ts int32) bool {
 			i := uint32(w.top) % windowSize
 			w.bits[i/64] &^= 1 << (i % 64)
 		}
-	case ahead <= -windowSize:
+	case w.forgotten(ts):
 		return true
 	}
 	i := uint32(ts) % windowSize
@@ -97,6 +97,12 @@ func (w *window) add(ts int32) bool {
 	w.bits[i/64] |= 1 << (i % 64)
 	return was
 }
+
+// ahead returns by how many timestamps ts, which has 31 bits, is ahead of top.
+func (w *window) ahead(ts int32) int32 { return (ts - w.top) << 1 >> 1 }
+
+// forgotten reports whether ts is too old to tell whether it was received.
+func (w *window) forgotten(ts int32) bool { return w.any && w.ahead(ts) <= -windowSize }
 
 // isOtherProcess reports whether from is the incarnation of another process than the connected
 // one.
@@ -147,6 +153,9 @@ func (r *memory) note(m *van.Message) (duplicate, other bool) {
 		h.streams[id] = w
 	}
 	w.used = h.clock
+	if isAnswer := !m.Request && !m.IsControl(); isAnswer && w.forgotten(m.Timestamp) {
+		return false, other // the application knows whether it waits for the answer
+	}
 	return w.add(m.Timestamp), other
 }
 
