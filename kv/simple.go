@@ -181,18 +181,9 @@ func (a *SimpleApp) Request(head int32, body []byte, to postoffice.Target, opts 
 		return Call{}, err
 	}
 	call := r.Call(a.timeout)
-	ts := call.Timestamp()
-	for _, id := range ids {
-		m := &r.msg
-		m.Reset()
-		m.Receiver = id
-		m.Request, m.SimpleApp, m.Head, m.Timestamp = true, true, head, ts
-		m.AppID, m.CustomerID = int32(c.AppID()), int32(c.ID())
-		m.Body = append(m.Body[:0], body...)
-		if err := a.node.Send(m); err != nil {
-			c.Abort(&r.Request, err)
-			break
-		}
+	if r.Begin() { // otherwise a receiver is lost: Wait returns that error
+		r.send(c, head, body, ids)
+		r.End()
 	}
 	r.Recycle()
 	return Call(call), nil
@@ -316,6 +307,22 @@ type simpleCall struct {
 	holds atomic.Int32 // the sender's and the customer's
 	done  func(error)
 	msg   van.Message
+}
+
+// send sends the request to the nodes with these ids, or fails it.
+func (r *simpleCall) send(c *cluster.Customer, head int32, body []byte, ids []int) {
+	m := &r.msg
+	for _, id := range ids {
+		m.Reset()
+		m.Receiver = id
+		m.Request, m.SimpleApp, m.Head, m.Timestamp = true, true, head, r.First()
+		m.AppID, m.CustomerID = int32(c.AppID()), int32(c.ID())
+		m.Body = append(m.Body[:0], body...)
+		if err := r.a.node.Send(m); err != nil {
+			c.Abort(&r.Request, err)
+			return
+		}
+	}
 }
 
 func (r *simpleCall) Answer(_, _ int, msg *van.Message) error {

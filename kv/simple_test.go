@@ -314,6 +314,45 @@ func TestAnswerOfAnAnswer(t *testing.T) {
 	vantest.Fails(t, answer.Refuse(errors.New("no")), van.ErrInvalid, "the message is an answer, want a request", "worker 0", "server 0 (id 8) at ")
 }
 
+// TestSimpleToLostMember: a request to a group with a lost member fails, and no member receives it. A member that did would act on a
+// request that has failed, and would not be notified that nobody waits for its answer.
+func TestSimpleToLostMember(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 3})
+	var all [3]atomic.Int32 // requests to all servers
+	for i, n := range c.Servers {
+		simple(t, n, func(d kv.SimpleMessage) {
+			if d.Head == 1 {
+				all[i].Add(1)
+			}
+			if i == 1 {
+				return // never answers
+			}
+			if err := d.Respond(nil); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	w := simple(t, c.Workers[0], nil)
+	request := func(head int32, to int) error {
+		call, err := w.Request(head, nil, target(to))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return call.Wait(t.Context())
+	}
+	c.Servers[1].Close()
+	vantest.Fails(t, request(0, van.ServerID(1)), van.ErrPeerLost, "server 1")
+	vantest.Fails(t, request(1, van.ServerGroup), van.ErrPeerLost, "server 1")
+	for _, rank := range []int{0, 2} { // this request follows the one to all
+		if err := request(0, van.ServerID(rank)); err != nil {
+			t.Error(err)
+		}
+		if n := all[rank].Load(); n != 0 {
+			t.Errorf("server %d has received %d requests to all, want none", rank, n)
+		}
+	}
+}
+
 // TestSimpleCanceled: each server that has not answered is notified that a request is canceled.
 func TestSimpleCanceled(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
