@@ -315,7 +315,7 @@ func TestAnswerOfAnAnswer(t *testing.T) {
 }
 
 // TestSimpleToLostMember: a request to a group with a lost member fails, and no member receives it. A member that did would act on a
-// request that has failed, and would not be notified that nobody waits for its answer.
+// request that has failed, and would get no notice that the sender no longer waits.
 func TestSimpleToLostMember(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 3})
 	var all [3]atomic.Int32 // requests to all servers

@@ -52,7 +52,7 @@ func TestOutputHeldOpen(t *testing.T) {
 	}
 }
 
-// stopped is an output that nobody reads until the test says so.
+// stopped is an output without a reader until the test closes the channel until.
 type stopped struct {
 	lock
 	began chan struct{} // has a token when a line is to be written
@@ -68,7 +68,7 @@ func (s *stopped) Write(p []byte) (int, error) {
 	return s.lock.Write(p)
 }
 
-// TestEndWithoutReader: a signal ends the children, also those that ignore SIGTERM, while nobody reads the launcher's output.
+// TestEndWithoutReader: a signal ends the children, also children that ignore SIGTERM, while the output of the launcher has no reader.
 func TestEndWithoutReader(t *testing.T) {
 	v := newVisits(t)
 	hang := "hang " + v.Addr().String()

@@ -214,7 +214,7 @@ func (r *run) fail(err error) {
 // sayTime is how long say waits for the output.
 const sayTime = time.Second
 
-// say prints a line of the launcher. If nobody reads the output, the line is printed later, since the children must be ended
+// say prints a line of the launcher. If the output has no reader, the line is printed later, since the children must be ended
 // nevertheless.
 func (r *run) say(format string, args ...any) {
 	before, said := r.said, make(chan struct{})
