@@ -37,8 +37,8 @@ type skew struct {
 // skewRequests is the number of requests of a worker that skew examines.
 const skewRequests = 1000
 
-// note examines the cuts of one request. It does not count requests without keys. After the last request it returns the server that owned all keys of all requests,
-// if there is one, else -1.
+// note examines the cuts of one request. It does not count requests without keys. After the last request it returns the server
+// that owned all keys of all requests, if there is one, else -1.
 func (s *skew) note(cuts []Slice) int {
 	if s.left.Load() <= 0 || s.only.Load() < 0 {
 		return -1
