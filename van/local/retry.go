@@ -131,6 +131,8 @@ func (p *peers) marked(m *van.Message) bool {
 	if !ok {
 		return false
 	}
+	p.mu.Lock() // a link is unmapped only after it has left ins
+	defer p.mu.Unlock()
 	for _, l := range *p.ins.Load() {
 		if l.from.id == m.Sender && l.marks.Arrived(mark, m) {
 			l.seg.behind().Store(0)

@@ -220,7 +220,10 @@ func (g *guard) gone(fd int) (host string, silent bool) {
 	if in == nil {
 		return "unknown", true
 	}
-	host, silent = in.host.String(), in.member == nil && in.taken == 0
+	host, silent = "unknown", in.member == nil && in.taken == 0
+	if in.host.IsValid() { // it had not ended when its address was read
+		host = in.host.String()
+	}
 	if cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE); err != nil || cookie != in.cookie {
 		g.forget(in)
 		return host, silent

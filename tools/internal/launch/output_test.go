@@ -18,7 +18,7 @@ type slow struct {
 }
 
 func (s *slow) Write(p []byte) (int, error) {
-	s.pause.Do(func() { time.Sleep(drainTime + drainTime/2) })
+	s.pause.Do(func() { <-time.After(drainTime + drainTime/2) })
 	return s.lock.Write(p)
 }
 
