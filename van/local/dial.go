@@ -269,7 +269,6 @@ func (d *dialer) addLocked(n *outPeer, l *outLink) bool {
 // or makes a new link.
 func (d *dialer) lost(n *outPeer, l *outLink) {
 	p := d.peers
-	behind := l.behind()
 	l.close(false)
 	p.mu.Lock()
 	id := int(l.id.Load())
@@ -281,7 +280,7 @@ func (d *dialer) lost(n *outPeer, l *outLink) {
 	p.tell(n, id, false, l.why())
 	// Until the outcome is known, Send finds the ended link and returns ErrPeerLost.
 	again, err := d.dialAgain(id, &n.token)
-	if n.tries++; again != nil && n.tries <= maxTries && !behind {
+	if n.tries++; again != nil && n.tries <= maxTries {
 		if d.add(n, again) {
 			p.tell(n, id, true, nil)
 		}
@@ -289,9 +288,6 @@ func (d *dialer) lost(n *outPeer, l *outLink) {
 	}
 	if again != nil {
 		again.close(true) // the link only tested whether the peer is alive
-		if behind {
-			err = errMarksLost // the next link must also follow what was sent over the van inside
-		}
 	}
 	if p.ctx.Err() != nil {
 		return

@@ -82,10 +82,6 @@
 // makes no other link sends over the main van; it counts as lost until its process has outlived the
 // link by returnTime.
 //
-// Messages keep their order meanwhile. A new link is not read until the receiver has emptied and removed the earlier links of that process.
-// Messages over the main van wait until those of earlier links are delivered: see earlierLinks. If a link breaks before its marks have arrived,
-// the data goes over the main van again, and the next link has marks of its own.
-//
 // # Trust
 //
 // Peers are processes of the same user; both ends check that with the kernel. Still,

@@ -50,7 +50,7 @@ func (p *peers) admitLocked(id int) {
 		return
 	}
 	for _, l := range *p.ins.Load() {
-		if l.from.id == id && p.isOf(l) && l.until.held.Swap(false) {
+		if l.from.id == id && p.isOf(l) && l.held.Swap(false) {
 			p.bell.wakeAll()
 		}
 	}
@@ -90,7 +90,7 @@ func (p *peers) fenceLinkLocked(l *inLink) {
 
 // hold accepts no messages from l until it is admitted, or limit has passed. The caller holds p.mu.
 func (p *peers) hold(l *inLink, limit time.Duration) {
-	l.until.held.Store(true)
+	l.held.Store(true)
 	time.AfterFunc(limit, func() { p.endHold(l) })
 }
 
@@ -98,7 +98,7 @@ func (p *peers) hold(l *inLink, limit time.Duration) {
 func (p *peers) endHold(l *inLink) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if !l.until.held.Load() || !p.bell.isOpen() {
+	if !l.held.Load() || !p.bell.isOpen() {
 		return
 	}
 	if p.nodes[l.from.id] != nil && !p.isOf(l) && !failpoint.On("fencing") {
@@ -106,6 +106,6 @@ func (p *peers) endHold(l *inLink) {
 		p.fenceLinkLocked(l)
 		return
 	}
-	l.until.held.Store(false)
+	l.held.Store(false)
 	p.bell.wakeAll()
 }

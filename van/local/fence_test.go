@@ -140,7 +140,7 @@ func TestAdmittedIsNotTheNext(t *testing.T) {
 		return early != nil
 	})
 	server.Admit(9)
-	if !early.until.held.Load() {
+	if !early.held.Load() {
 		t.Error("what the next process sends is taken as the peer's, which it is not yet")
 	}
 	server.connect(next)

@@ -14,7 +14,7 @@ import (
 )
 
 // inLink receives messages from one peer. The holder of the feed owns its fields, except those that inRing
-// guards, lost, until and fenced.
+// guards, lost, held and fenced.
 type inLink struct {
 	inRing
 	c    *inCommon
@@ -26,20 +26,14 @@ type inLink struct {
 
 	batch   inBatch
 	stream  *inbound
-	part    int // the part of stream that the next chunk belongs to
-	off     int // the offset of the next chunk in that part
-	until   conditions
+	part    int            // the part of stream that the next chunk belongs to
+	off     int            // the offset of the next chunk in that part
+	held    atomic.Bool    // no record is consumed yet: this node does not know the peer
 	marks   failback.Marks // no record is consumed until they have arrived
 	fenced  atomic.Bool    // no record is consumed any more: another process is the peer
 	placing sync.RWMutex   // read-locked while a value is written; write-locked while fenced is set
 	lost    atomic.Bool    // the connection has ended: the ring gets no more records
 	failure linkFailure
-}
-
-// conditions keep records of a link from being consumed while one of them is set.
-type conditions struct {
-	held    atomic.Bool // this node does not know the peer
-	follows atomic.Bool // an earlier link of the same process is not empty
 }
 
 // linkFailure is the first failure of a link.
@@ -488,9 +482,7 @@ func (l *inLink) fail(err error) {
 }
 
 // waits reports whether no record may be consumed yet.
-func (l *inLink) waits() bool {
-	return l.until.held.Load() || l.until.follows.Load() || l.marks.Missing()
-}
+func (l *inLink) waits() bool { return l.held.Load() || l.marks.Missing() }
 
 // failed reports whether the link has failed. Its ring is then not read any more.
 func (l *inLink) failed() bool { return l.failure.cause.Load() != nil }

@@ -81,13 +81,6 @@ func newOutLink(c *outCommon, id int, conn *net.UnixConn, seg *segment, file *ri
 // unsent returns how many bytes are pinned, streamed or queued. The caller holds l.mu.
 func (l *outLink) unsent() int64 { return l.pins.bytes + l.stream.bytes + l.queue.bytes }
 
-// behind reports whether the peer may not have received the marks that precede the link.
-func (l *outLink) behind() bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return !l.gone && l.seg.behind().Load() != 0
-}
-
 // progress is the position of the receiver: consumed and acknowledged records.
 type progress struct {
 	head  uint64
@@ -271,7 +264,7 @@ func (l *outLink) collect() error {
 // work. The caller holds l.mu.
 func (l *outLink) fail(err error) error {
 	l.cause = cmp.Or(l.cause, err)
-	hangUp(l.conn)
+	_ = l.conn.Close()
 	return fmt.Errorf("%w: %w", van.ErrPeerLost, err)
 }
 

@@ -41,8 +41,7 @@ type peers struct {
 	links    atomic.Pointer[map[int]*outLink] // by node id
 	outs     atomic.Pointer[[]*outLink]       // the same
 	ending   atomic.Pointer[[]*outLink]       // links that takeLink has removed and end has not closed yet
-	ins      atomic.Pointer[[]*inLink]        // the links of one process in the order in which it made them
-	senders  atomic.Pointer[map[int]*inPeer]  // by node id
+	ins      atomic.Pointer[[]*inLink]
 	changes  atomic.Pointer[changes]
 	dialling atomic.Int32 // the number of peers whose settled is open
 
@@ -60,13 +59,14 @@ type peers struct {
 	used     bool   // this node has data to send, so it makes links
 	none     string // why this node makes no links; "" if it does
 	nodes    map[int]*outPeer
+	senders  map[int]*inPeer
 	draining map[int]chan struct{} // closed when the sent messages are delivered
 	replaced [][16]byte            // names of replaced processes
 }
 
 func newPeers(log *slog.Logger, bell *doorbell, dests *landing.Table) *peers {
 	p := &peers{log: log, bell: bell, dests: dests, holdTime: holdTime, unknownTime: unknownTime, returnTime: returnTime,
-		nodes: map[int]*outPeer{}, draining: map[int]chan struct{}{}}
+		nodes: map[int]*outPeer{}, senders: map[int]*inPeer{}, draining: map[int]chan struct{}{}}
 	p.losses.Current = func(x losses.Peer) bool {
 		p.mu.Lock()
 		defer p.mu.Unlock()
@@ -75,7 +75,6 @@ func newPeers(log *slog.Logger, bell *doorbell, dests *landing.Table) *peers {
 	}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	p.ins.Store(&[]*inLink{})
-	p.senders.Store(&map[int]*inPeer{})
 	p.outs.Store(&[]*outLink{})
 	p.ending.Store(&[]*outLink{})
 	p.links.Store(&map[int]*outLink{})
@@ -221,19 +220,14 @@ func (p *peers) tell(n *outPeer, id int, up bool, cause error) {
 func (p *peers) sender(id int) *inPeer {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	s := (*p.senders.Load())[id]
+	s := p.senders[id]
 	if s == nil {
 		s = &inPeer{id: id}
 		s.lane.ID, s.lane.Undelivered = id, &s.inHand
-		senders := maps.Clone(*p.senders.Load())
-		senders[id] = s
-		p.senders.Store(&senders)
+		p.senders[id] = s
 	}
 	return s
 }
-
-// sameProcess reports whether x comes from the same process as l.
-func (l *inLink) sameProcess(x *inLink) bool { return x.from == l.from && x.name == l.name }
 
 // addIn starts to receive from l. It refuses a link of a replaced process.
 func (p *peers) addIn(l *inLink) error {
@@ -245,7 +239,6 @@ func (p *peers) addIn(l *inLink) error {
 		}
 		return fmt.Errorf("%s: %w", van.NodeName(l.from.id), van.ErrReplaced)
 	}
-	l.until.follows.Store(slices.ContainsFunc(*p.ins.Load(), l.sameProcess))
 	ins := append(slices.Clone(*p.ins.Load()), l)
 	p.ins.Store(&ins)
 	same, n := p.isOf(l), p.nodes[l.from.id]
@@ -275,11 +268,8 @@ func (p *peers) removeIn(l *inLink) {
 	p.mu.Lock()
 	ins := slices.DeleteFunc(slices.Clone(*p.ins.Load()), func(x *inLink) bool { return x == l })
 	p.ins.Store(&ins)
-	if i := slices.IndexFunc(ins, l.sameProcess); i >= 0 {
-		ins[i].until.follows.Store(false)
-	}
 	same, n := p.isOf(l), p.nodes[l.from.id]
-	again := slices.ContainsFunc(ins, func(x *inLink) bool { return l.sameProcess(x) && !x.lost.Load() })
+	again := slices.ContainsFunc(ins, func(x *inLink) bool { return x.from == l.from && x.name == l.name && !x.lost.Load() })
 	p.mu.Unlock()
 	cause := errLinkBroke
 	if err := l.failure.cause.Load(); err != nil {

@@ -179,7 +179,7 @@ func TestReplaced(t *testing.T) {
 	worker.peers.mu.Lock()
 	var held int
 	for _, l := range *worker.peers.ins.Load() {
-		if l.until.held.Load() {
+		if l.held.Load() {
 			held++
 		}
 	}

@@ -160,7 +160,7 @@ func (r *receiver) scan(poll bool) *inbound {
 			r.peers.removeIn(l)
 			return nil // the list has changed
 		}
-		if lost && l.unused() {
+		if lost && l.marks.Missing() && l.seg.tail().Load() == l.head { // the marks of l were never sent, or do not matter
 			r.peers.removeIn(l)
 			return nil // the list has changed
 		}
@@ -186,11 +186,6 @@ func (r *receiver) scan(poll bool) *inbound {
 	return nil
 }
 
-// unused reports whether a lost link never had a record: it need not wait. Its dialer may have canceled it.
-func (l *inLink) unused() bool {
-	return (l.marks.Missing() || l.until.follows.Load()) && l.seg.tail().Load() == l.head
-}
-
 // pending reports whether there may be a message to receive, and rings peers for acknowledgements. It is
 // called before the receiver stops polling. Running copies do not count: the receiver then sleeps only
 // briefly. The caller holds the feed.
@@ -200,7 +195,7 @@ func (r *receiver) pending() bool {
 		l.tell()
 		failed, may := l.failed(), r.in.feed.Loop.MayRead(&l.from.lane)
 		more := may && !failed && !l.waits() && l.seg.tail().Load() != l.head && !l.dev.full()
-		unused := l.lost.Load() && l.unused()
+		unused := l.lost.Load() && l.marks.Missing() && l.seg.tail().Load() == l.head
 		found = found || more || unused || l.fenced.Load() || l.lost.Load() && !l.waits() && (failed || may && !l.dev.waiting())
 	}
 	for _, l := range *r.peers.outs.Load() {

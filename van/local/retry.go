@@ -9,10 +9,8 @@ import (
 	"maps"
 	"slices"
 	"sync"
-	"time"
 
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/failback"
 )
 
@@ -133,7 +131,7 @@ func (p *peers) marked(m *van.Message) bool {
 	if !ok {
 		return false
 	}
-	p.mu.Lock() // the links of ins are mapped
+	p.mu.Lock() // a link is unmapped only after it has left ins
 	defer p.mu.Unlock()
 	for _, l := range *p.ins.Load() {
 		if l.from.id == m.Sender && l.marks.Arrived(mark, m) {
@@ -142,44 +140,6 @@ func (p *peers) marked(m *van.Message) bool {
 		}
 	}
 	return true
-}
-
-// awaitLinks waits until the messages of earlier links of the sender of m are delivered. m arrived over the van inside: the sender has
-// ended those links.
-func (v *Van) awaitLinks(m *van.Message) {
-	p := v.peers
-	if !earlierLinks(p, m.Sender) {
-		return
-	}
-	v.engine.EndPoll(engine.Within(p.ctx, m.Deliverer)) // the loop receives from those links
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
-	for earlierLinks(p, m.Sender) {
-		select {
-		case <-tick.C:
-		case <-p.ctx.Done():
-			return
-		}
-	}
-}
-
-// earlierLinks reports whether messages of links that node id has ended are not delivered. Links whose marks have not arrived, and later
-// ones, follow the messages of the van inside.
-func earlierLinks(p *peers, id int) bool {
-	from := (*p.senders.Load())[id]
-	if from == nil {
-		return false
-	}
-	for _, l := range *p.ins.Load() {
-		if l.from != from {
-			continue
-		}
-		if l.marks.Missing() {
-			break
-		}
-		return l.lost.Load() || isOver(l.conn)
-	}
-	return from.inHand.Load() != 0
 }
 
 // endBehind ends a link whose marks are lost.

@@ -372,7 +372,7 @@ func (l *outLink) close(inOrder bool) (lost int) {
 	lost += l.queue.close()
 	l.busy.Store(false)
 	l.bell.ring()
-	hangUp(l.conn)
+	_ = l.conn.Close()
 	l.seg.unmap()
 	l.file.close()
 	l.bell.unmap()

@@ -91,27 +91,6 @@ func closeAll(fds []int) {
 
 var errProtocol = errors.New("the peer does not keep to the protocol of the shared memory")
 
-// hangUp ends a connection, also if child processes have inherited it.
-func hangUp(c *net.UnixConn) {
-	_ = c.CloseWrite()
-	_ = c.Close()
-}
-
-// isOver reports whether the peer has ended a connection, or this process has.
-func isOver(c *net.UnixConn) bool {
-	raw, err := c.SyscallConn()
-	if err != nil {
-		return true
-	}
-	p := [1]unix.PollFd{{Events: unix.POLLRDHUP}}
-	n := 0
-	err = raw.Control(func(fd uintptr) {
-		p[0].Fd = int32(fd)
-		n, _ = unix.Poll(p[:], 0)
-	})
-	return err != nil || n > 0
-}
-
 // awaitEnd returns when the connection or the process at its other end has ended.
 func awaitEnd(c *net.UnixConn) {
 	awaitEndOf(c, func() {

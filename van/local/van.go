@@ -162,11 +162,8 @@ func (v *Van) Start(recv van.Receiver) {
 	v.started = start
 	v.peers.mu.Unlock()
 	v.inner.Start(func(m *van.Message) {
-		if !m.IsControl() {
-			if v.peers.marked(m) {
-				return
-			}
-			v.awaitLinks(m)
+		if !m.IsControl() && v.peers.marked(m) {
+			return
 		}
 		if !m.Request && !m.Push && !m.IsControl() {
 			v.dests.Answered(m)

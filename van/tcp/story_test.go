@@ -24,7 +24,14 @@ var (
 	firstStory = flag.Uint64("first-story", 1, "seed of the first one")
 )
 
-// TestStory tells stories, see vantest.Story, over connections that are cut.
+// TestStory checks of every story:
+//
+//   - a message arrives once, with its own bytes, and in the order of its kind: requests, answers;
+//   - if a message that was sent does not arrive, its receiver is notified of the loss of the sender before a later message of that kind
+//     arrives, and so is its sender, unless the message was canceled. Messages that had arrived before the loss may be delivered
+//     after it;
+//   - each sent message is given back once;
+//   - when nothing is cut any more, messages arrive in both directions.
 func TestStory(t *testing.T) {
 	n := *stories
 	if testing.Short() || vantest.Race {
@@ -139,34 +146,168 @@ func (c *cutter) pass(ctx context.Context, from net.Conn) {
 	}
 }
 
-// insideIsCut reports whether connections of the van inside are cut, too. The loss of their messages is reported only to the sender.
+// teller is one end of a story. It sends to the other end, and checks what arrives.
+type teller struct {
+	*end
+	seed  uint64
+	to    int
+	given [2]atomic.Int64 // messages given back: requests, answers
+
+	mu      *sync.Mutex // of both ends; guards the fields below
+	sent    [2][]fate   // by kind and timestamp
+	arrived [2]int      // the last timestamp of each kind, plus 1
+	gaps    [2]int      // runs of missing messages of each kind
+	story   []string
+	losses  int // of which the watcher was notified
+	missed  int // messages that did not arrive, and were not canceled
+	ended   [2]context.Context
+	last    [2]context.CancelFunc // called when a last message arrives
+}
+
+// fate is what became of a message that was sent.
+type fate struct {
+	length   int
+	canceled bool
+}
+
+// storyBytes returns the value of a message.
+func storyBytes(id, kind, ts, n int) []byte { return pattern(n, 7*id+31*kind+ts) }
+
+type givenBack struct{ n *atomic.Int64 }
+
+func (g givenBack) Sent() { g.n.Add(1) }
+
+// lost records a loss of x's peer.
+func (x *teller) lost() {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.losses++
+	x.story = append(x.story, "lost")
+}
+
+// receive checks a message from the other end.
+func (x *teller) receive(from *teller, m *van.Message) {
+	kind, ts := kindOf(m), int(m.Timestamp)
+	got := m.Vals.Host()
+	if len(m.Parts) > 0 {
+		got = m.Parts[0].Vals.Host()
+	}
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	sent := from.sent[kind]
+	switch {
+	case ts >= len(sent) || !bytes.Equal(got, storyBytes(from.self.ID, kind, ts, sent[ts].length)):
+		x.end.t.Errorf("node %d: kind %d, message %d: %d bytes arrived that were not sent so", x.self.ID, kind, ts, len(got))
+		return
+	case ts < x.arrived[kind]:
+		x.end.t.Errorf("node %d: kind %d: message %d arrived after message %d", x.self.ID, kind, ts, x.arrived[kind]-1)
+		return
+	}
+	missing := 0
+	for _, f := range sent[x.arrived[kind]:ts] {
+		if !f.canceled {
+			missing++
+		}
+	}
+	if missing > 0 {
+		told := x.losses
+		if insideIsCut(from.seed) {
+			told += from.losses
+		}
+		x.missed += missing
+		if x.gaps[kind]++; x.gaps[kind] > told {
+			x.end.t.Errorf("node %d: kind %d: messages from %d on did not arrive before message %d, and no loss was told: %v",
+				x.self.ID, kind, x.arrived[kind], ts, x.story)
+		}
+	}
+	x.story = append(x.story, fmt.Sprint(kind, ":", ts))
+	x.arrived[kind] = ts + 1
+	if sent[ts].length == lastLength {
+		x.last[kind]() // a last message is sent again if its connection broke
+	}
+}
+
+// insideIsCut reports whether connections of the van inside are cut, too. Only the sender of what is lost with those is notified.
 func insideIsCut(seed uint64) bool { return seed%2 == 0 }
 
+// lastLength is the length of the last message of each kind.
+const lastLength = 3
+
+func kindOf(m *van.Message) int {
+	if m.Request {
+		return 0
+	}
+	return 1
+}
+
+// send sends a message as soon as there is a connection. Unless it is a last one, it may be a batch, and may be canceled.
+func (x *teller) send(r *rand.Rand, kind, length int) {
+	x.mu.Lock()
+	ts := len(x.sent[kind])
+	x.sent[kind] = append(x.sent[kind], fate{length: length}) // before it can arrive
+	x.mu.Unlock()
+	b := storyBytes(x.self.ID, kind, ts, length)
+	m := dataMessage(x.to, ts, kind == 0, kind == 0, b)
+	if length != lastLength && r.IntN(4) == 0 {
+		m = batch(x.to, ts, kind == 0, nil, b, pattern(r.IntN(5000), 1))
+	}
+	m.Done = givenBack{&x.given[kind]}
+	vantest.Eventually(x.end.t, limit, "a connection", func() bool { return x.Send(m) == nil })
+	if kind == 0 && length != lastLength && r.IntN(6) == 0 {
+		x.mu.Lock()
+		x.sent[kind][ts].canceled = true
+		x.mu.Unlock()
+		x.Cancel(van.Requests{First: int32(ts), Count: 1})
+		clear(b)
+	}
+}
+
+// storyLength returns the length of a value, most often a small one.
+func storyLength(r *rand.Rand) int {
+	n := []int{1, 200, 8000, 100_000, 1_500_000}[r.IntN(5)]
+	if n = r.IntN(n + 1); n == lastLength {
+		n++
+	}
+	return n
+}
+
 func runStory(t *testing.T, seed uint64, options func(*van.Options)) {
-	ends := []*end{start(t, 9, options), start(t, 8, options)}
-	s := vantest.NewStory(t, seed, ends[0], ends[1], 9, 8)
-	s.Either = insideIsCut(seed)
+	random := func(of uint64) *rand.Rand { return rand.New(rand.NewPCG(seed, of)) }
+	var mu sync.Mutex
+	tell := func(id, to int) *teller {
+		x := &teller{end: start(t, id, options), seed: seed, to: to, mu: &mu}
+		for kind := range x.last {
+			x.ended[kind], x.last[kind] = context.WithCancel(context.Background())
+		}
+		soon(x.end)
+		lost := func(up bool) {
+			if !up {
+				x.lost()
+			}
+		}
+		x.event.Store(&lost)
+		return x
+	}
+	worker, server := tell(9, 8), tell(8, 9)
+	both := []*teller{worker, server}
 	var cutters []*cutter
-	for i, e := range ends {
-		soon(e)
-		x := s.Ends[i]
-		watch := x.Watch
-		e.event.Store(&watch)
-		receive := x.Receive
-		e.before.Store(&receive)
-		cutters = append(cutters, behindCutter(e, s.Random(uint64(i))))
+	for i, x := range both {
+		other := both[1-i]
+		f := func(m *van.Message) { x.receive(other, m) }
+		x.before.Store(&f)
+		cutters = append(cutters, behindCutter(x.end, random(uint64(i))))
 		if insideIsCut(seed) {
-			cutters = append(cutters, insideCutter(e, s.Random(uint64(5+i))))
+			cutters = append(cutters, insideCutter(x.end, random(uint64(5+i))))
 		}
 	}
 	stop := make(chan struct{})
-	var drains sync.WaitGroup
-	for i, e := range ends {
-		e.connect(ends[1-i])
+	var drains, senders sync.WaitGroup
+	for i, x := range both {
+		x.connect(both[1-i].end)
 		drains.Go(func() {
 			for {
 				select {
-				case m := <-e.in:
+				case m := <-x.in:
 					m.Release()
 				case <-stop:
 					return
@@ -176,11 +317,50 @@ func runStory(t *testing.T, seed uint64, options func(*van.Options)) {
 	}
 	defer drains.Wait()
 	defer close(stop)
-	s.Tell(nil)
+	for i, x := range both {
+		for kind := range 2 {
+			senders.Go(func() {
+				r := random(uint64(10 + 2*i + kind))
+				for range 60 {
+					x.send(r, kind, storyLength(r))
+				}
+			})
+		}
+	}
+	senders.Wait()
 	for _, c := range cutters {
 		c.cut.Store(false)
 	}
-	s.End()
+	for i, x := range both {
+		for kind := range 2 {
+			arrives := both[1-i].ended[kind].Done()
+			vantest.Eventually(t, limit, "the last message", func() bool {
+				x.send(random(99), kind, lastLength)
+				select {
+				case <-arrives:
+					return true
+				case <-time.After(50 * time.Millisecond):
+					return false
+				}
+			})
+		}
+	}
+	for i, x := range both {
+		for kind := range 2 {
+			x.mu.Lock()
+			sent := int64(len(x.sent[kind]))
+			x.mu.Unlock()
+			vantest.Eventually(t, limit, "all messages are given back", func() bool { return x.given[kind].Load() >= sent })
+			if got := x.given[kind].Load(); got != sent {
+				t.Errorf("node %d, kind %d: %d of %d messages were given back", x.self.ID, kind, got, sent)
+			}
+		}
+		mu.Lock()
+		if missed := both[1-i].missed; missed > 0 && x.losses == 0 {
+			t.Errorf("node %d was told of no loss, but %d of its messages did not arrive", x.self.ID, missed)
+		}
+		mu.Unlock()
+	}
 }
 
 // TestReplacementStory: processes take each other's place under one id, while the former ones go on to send and connections are cut.
@@ -288,7 +468,7 @@ func replacementStory(t *testing.T, seed uint64) {
 		all.Go(func() {
 			<-sends
 			repeat(func(i int) error {
-				b := pattern(vantest.StoryLength(rand.New(rand.NewPCG(seed, uint64(i))))/20, k*step+i)
+				b := pattern(storyLength(rand.New(rand.NewPCG(seed, uint64(i))))/20, k*step+i)
 				return worker.Send(dataMessage(8, k*step+i, true, true, b))
 			})
 		})
