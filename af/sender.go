@@ -209,8 +209,8 @@ func (x *sender) accept(msg *van.Message) error {
 	return nil
 }
 
-// batchOf finds or begins the batch that msg belongs to: batches of one worker
-// may interleave as long as the timestamps of each are consecutive, and so may those of its customers. x.mu is held.
+// batchOf finds or begins the batch that msg belongs to. Batches of one worker, and of several customers of its process, may
+// interleave; the timestamps within a batch are consecutive. x.mu is held.
 func (x *sender) batchOf(msg *van.Message) (*batchState, error) {
 	if msg.Head == van.Single || msg.Head == van.BatchStart {
 		b, err := x.begin(msg)

@@ -96,11 +96,11 @@ func (h *SummingHandler[V]) Add(keys []Key, vals []V, lens []int32) error {
 	if len(keys) == 0 && len(vals) == 0 && len(lens) == 0 {
 		return nil
 	}
-	if len(keys) == 0 || len(vals) == 0 || len(vals)%len(keys) != 0 {
-		return fmt.Errorf("%w: push of %d values for %d keys, want the same number for each", van.ErrInvalid, len(vals), len(keys))
-	}
 	if len(lens) > 0 && len(lens) != len(keys) {
 		return fmt.Errorf("%w: push of %d lengths for %d keys, want none or one for each", van.ErrInvalid, len(lens), len(keys))
+	}
+	if len(keys) == 0 || len(vals) == 0 || len(vals)%len(keys) != 0 {
+		return fmt.Errorf("%w: push of %d values for %d keys, want the same number for each", van.ErrInvalid, len(vals), len(keys))
 	}
 	k := len(vals) / len(keys)
 	for i, l := range lens {

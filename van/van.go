@@ -195,7 +195,8 @@ type Path struct {
 	// Over is the carrier: a transport, or "shared memory". "" means that there is none, or that it is not chosen yet.
 	Over string
 	// Why says why there is no carrier, or why data does not go over a preferred one. Why is "" if Over is the preferred
-	// carrier, if the configuration excludes the preferred ones, or if the reason is not known.
+	// carrier, if the configuration excludes the preferred ones, or if the reason is not known. PathTo sets Why only with
+	// now, as Stats does.
 	Why string
 	// Device says that values on the node's device are sent directly. On other paths they
 	// are copied to the host first.
@@ -219,7 +220,7 @@ func PathTo(v Van, id int, now bool) Path {
 }
 
 // Undecided is a path that is chosen when data is first sent there.
-func Undecided() Path { return Path{Why: "it is chosen when data is first sent there"} }
+func Undecided() Path { return Path{Why: "the first data to the peer chooses it"} }
 
 // Not returns p with the reason why data does not go over a preferred carrier; "" if it is not known.
 func (p Path) Not(carrier, why string) Path {

@@ -169,7 +169,9 @@ func (s *Session) PushPull(stream af.Stream, servers []int, push, pull []af.KeyT
 		return 0, err
 	}
 	call, err := s.worker.PushPull(push, parts, stream, af.To(servers))
-	s.first.done(servers...)
+	if err == nil {
+		s.first.done(servers...)
+	}
 	return call.Timestamp(), err
 }
 
@@ -371,7 +373,7 @@ func (s *Session) Answer(stream af.Stream, id uint64, tensors []af.KeyTensor, do
 	}
 	rank, first := workerOf(s, id)
 	told, err = s.queue.answer(stream, id, tensors, done)
-	if first {
+	if first && err == nil {
 		s.first.done(rank)
 	}
 	return told, err

@@ -88,8 +88,9 @@ func sf_answer_timeout(p *C.sf_answer, ms C.int64_t, e *C.sf_error) C.int {
 	return fail(e, err)
 }
 
-// sf_respond answers a batch. If p is not NULL, sf_respond counts in p the tensors that are not sent yet. If locked says that the caller
-// holds Python's lock, sf_respond may return SF_CONNECTS; otherwise it takes ownership of the tensors' owners.
+// sf_respond answers a batch. If p is not NULL, sf_respond counts in p the tensors that are not sent yet. With locked != 0 the caller
+// holds Python's lock, and sf_respond may return SF_CONNECTS: it then did nothing. In all other cases it takes ownership of the tensors'
+// owners.
 //
 //export sf_respond
 func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, stream C.uint64_t, p *C.sf_answer, locked C.int, e *C.sf_error) C.int {

@@ -317,9 +317,9 @@
 	"\n" \
 	"  id, node  the id and the name of this node\n" \
 	"  peers     for each other node: id; node, its name; path, how data goes there: \"shared\n" \
-	"            memory\", \"tcp\", \"zmq\", \"ibverbs\", or \"\" for none; why, the reason why there is none\n" \
+	"            memory\", \"tcp\", \"zmq\", \"ibverbs\", or \"\" for none yet; why, why there is none\n" \
 	"            or why it is not a faster one, or \"\"; lost, the reason why the node is lost, or\n" \
-	"            None; silent_s, the seconds since its last heartbeat, on nodes that receive them\n" \
+	"            None; silent_s, the seconds since its last message, 0 on nodes without its heartbeats\n" \
 	"  apps      for each application: app_id, customer_id; in_flight, its requests without an\n" \
 	"            answer; accepted, requests of others that it has not answered; handlers\n" \
 	"  counters  messages, bytes and refusals since init(); those of all transports together\n" \

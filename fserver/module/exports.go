@@ -154,8 +154,8 @@ func ranks(nodes *C.int64_t, n C.int) []int {
 	return to
 }
 
-// sf_push_pull returns a handler, SF_FAILED, or SF_CONNECTS, only if locked says that the caller holds Python's lock. It takes ownership of
-// the tensors' owners unless it returns SF_CONNECTS.
+// sf_push_pull returns a handler or SF_FAILED. With locked != 0 the caller holds Python's lock, and sf_push_pull may return SF_CONNECTS:
+// it then did nothing. In all other cases it takes ownership of the tensors' owners.
 //
 //export sf_push_pull
 func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, stream C.uint64_t, servers *C.int64_t, nServers, locked C.int, e *C.sf_error) C.int64_t {

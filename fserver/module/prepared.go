@@ -33,8 +33,8 @@ func sf_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, 
 	})
 }
 
-// sf_exchange_start returns the handler of the call, SF_CAPTURED, SF_FAILED, or SF_CONNECTS, only if locked says that the caller holds
-// Python's lock. stream is the current stream, or SF_COMPLETE for tensors on the host.
+// sf_exchange_start returns the handler of the call, SF_CAPTURED or SF_FAILED. With locked != 0 the caller holds Python's lock, and
+// sf_exchange_start may return SF_CONNECTS: it then did nothing. stream is the current stream, or SF_COMPLETE for tensors on the host.
 //
 //export sf_exchange_start
 func sf_exchange_start(at C.uint64_t, rows C.int64_t, stream C.uint64_t, event, locked C.int, e *C.sf_error) C.int64_t {

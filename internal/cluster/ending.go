@@ -35,7 +35,7 @@ type programEnds struct {
 	mu         sync.Mutex            // guards the fields below
 	sent       int32                 // timestamp of the last message
 	call       string                // the call in which this node's program waits at its end, "" if none
-	waiting    int                   // number of such calls: several goroutines may wait; see also EndsAnyway
+	waiting    int                   // number of such calls: several goroutines may wait; EndsAnyway adds 1
 	stopRepeat chan struct{}         // closed to end the repeats; nil unless this is a worker that waits
 	onEnding   []*func()             // see App.OnEnding
 	workers    map[int]workerMessage // the last messages of workers, by id
@@ -174,8 +174,9 @@ func (n *Node) repeatEnding(told <-chan struct{}) {
 	}
 }
 
-// notifyServers sends a message to the servers with these ids, if they are of this library. repeatEnding also repeats a
-// message that could not be sent. A server that is lost gets a message when it is back.
+// notifyServers notifies the servers with these ids, if they are of this library, whether this program ends. A lost server is
+// notified when it is back. If another message cannot be sent, that is only logged; repeatEnding notifies all servers again
+// while the program waits.
 func (n *Node) notifyServers(ids []int) {
 	a := n.App()
 	for _, id := range ids {
@@ -189,7 +190,7 @@ func (n *Node) notifyServers(ids []int) {
 		msg.AppID, msg.CustomerID = endingApp, endingApp
 		msg.Timestamp, msg.Head = n.ending.next()
 		if err := a.Send(msg); err != nil {
-			n.log.Debug("could not notify a server that this worker's program ends", "server", n.peerName(id), "err", err)
+			n.log.Debug("could not notify a server whether this worker's program ends", "ends", msg.Head == headEnds, "server", n.peerName(id), "err", err)
 		}
 	}
 }

@@ -69,7 +69,7 @@ func (n *lifetime) leaveOnce(leave func() error) {
 	n.finalErr = leave()
 }
 
-// nextExit removes the last of the functions of App.OnExit, nil if there are none: functions may be added and removed
+// nextExit removes and returns the last function of App.OnExit, nil if there is none: functions may be added and removed
 // meanwhile. mu is control.mu.
 func (n *lifetime) nextExit(mu sync.Locker) *func() {
 	mu.Lock()

@@ -88,15 +88,15 @@ func (n *Node) perform(o membership.Output) {
 	}
 }
 
-// peerReplaced handles a new process of a peer, which has the record: requests to the earlier process fail, and messages
-// of the new one are delivered.
+// peerReplaced handles a new process of a peer, whose record is record: requests to the earlier process fail, and messages of
+// the new one are delivered.
 func (n *Node) peerReplaced(id int, record *van.Node) {
 	// The new process does not answer requests to the earlier one.
 	if n.processes.lost(id) == nil {
 		n.apps.peerLost(id, errReplaced)
 		n.watchers.notify(id, false, errReplaced)
 	}
-	if !n.processes.has(id, record) { // the PeerReplaced of the next one follows
+	if !n.processes.has(id, record) { // a later PeerReplaced follows
 		return
 	}
 	n.control.mu.Lock()

@@ -57,8 +57,10 @@ type pendingMessage struct {
 type pendingQueue struct {
 	queue      []pendingMessage
 	bytes      int
-	delivering bool             // deliverAll is running
-	passed     []pendingMessage // those of unknown processes that deliverAll has met; they are queued again at its end
+	delivering bool // deliverAll is running
+	// passed are the messages that deliverAll has skipped: their process is unknown, or was when it skipped an earlier message of
+	// that process. They are queued again at the end of the delivery.
+	passed []pendingMessage
 }
 
 func (s *pendingMessages) init(self *nodeInfo, processes *processes, apps *apps) {
@@ -326,9 +328,9 @@ func (s *pendingMessages) setProcess(id int, incarnation uint32, replaced bool) 
 	})
 }
 
-// connected records that this node has connected to the process of record as node id, unless another process has replaced it
-// meanwhile; nil stands for the process in the table. It delivers the messages that were queued until then. If the id's former
-// process is lost, PeerReplaced or PeerAlive follows, and delivers them.
+// connected records that this node has connected to node id, and delivers the messages that were queued until then. record is
+// that of the connected process, or nil for the process in the table. If another process has replaced it, connected does nothing.
+// If the id's former process is lost, PeerReplaced or PeerAlive follows, and delivers the messages.
 func (s *pendingMessages) connected(id int, record *van.Node) {
 	s.processes.mu.Lock()
 	defer s.processes.mu.Unlock()
@@ -405,7 +407,7 @@ func (s *pendingMessages) deliverAll(id int) {
 			continue
 		}
 		if connected := s.processes.of(id).connected; v == nil || len(v.queue) == 0 || s.closed || !connected {
-			if s.keep(id, v) && connected && !s.closed { // their record has arrived meanwhile
+			if s.keep(id, v) && connected && !s.closed { // the record of a skipped process has arrived
 				s.mu.Unlock()
 				s.processes.mu.Unlock()
 				continue

@@ -20,7 +20,7 @@ type outputs struct {
 	stamp      int32 // the control counter: timestamp of the next control message
 }
 
-// temporaryIDs are the ids of connections to nodes that had none.
+// temporaryIDs are the negative ids of connections to nodes without an id.
 type temporaryIDs struct {
 	last    int
 	renamed map[int]int // by temporary id, the present id of its connection, see currentID
@@ -49,7 +49,7 @@ func (s *outputs) nextStamp() int32 {
 // newer compares timestamps, which wrap at 1<<31.
 func newer(a, b int32) bool { return (b-a)&math.MaxInt32 >= 1<<30 }
 
-// maxLateness is the longest time by which a message arrives after a later one of its sender. Timestamps of messages
+// maxLateness bounds how late a message can arrive after a later one of the same sender. Timestamps of messages
 // that arrive further apart are not compared: newer is wrong from 2^30 messages on, which the scheduler of 1000 nodes
 // sends in 25 days.
 const maxLateness = time.Hour
@@ -127,7 +127,7 @@ func (s *outputs) rename(temp, id int) {
 	s.emit(Rename{temp, id})
 }
 
-// currentID returns the id of a connection about which the transport reports something under its temporary id, before the
+// currentID returns the present id of the connection that the transport names with id, which may be temporary until
 // Rename is performed.
 func (s *outputs) currentID(id int) int {
 	if member, ok := s.temps.renamed[id]; ok {

@@ -100,7 +100,7 @@ func (r *schedulerRecovery) heartbeat(now time.Duration, rec *van.Node, who van.
 	r.decide(now)
 }
 
-// lost forgets a node that has returned over a connection that broke. If it runs, its next heartbeat shows that.
+// lost removes a returned node whose connection broke. If the node is alive, its next heartbeat adds it again.
 func (r *schedulerRecovery) lost(temp int) {
 	for id, c := range r.nodes {
 		if c.temp == temp {

@@ -6,7 +6,7 @@ import pytest
 from harness import by_hand, scheduler, within
 
 SIZE = (1000,)
-UNUSED = "it is chosen when data is first sent there"
+UNUSED = "the first data to the peer chooses it"
 
 
 def peers(n):
@@ -55,8 +55,8 @@ def test_paths(cluster, env, path, why):
     cluster(workers=2, env=env).run(path_worker, path_server, (path, why))
 
 
-NOT_SHARED = "not over shared memory: it does not offer it: it is a C++ node, or has BYTEPS_ENABLE_IPC=0"
-NOT_TCP = "not over tcp: it has no port for data: it is a C++ node, or has STEPAF_DATA=zmq"
+NOT_SHARED = "not over shared memory: the peer offers none: it is a C++ node, or has BYTEPS_ENABLE_IPC=0"
+NOT_TCP = "not over tcp: the peer has no port for data: it is a C++ node, or has STEPAF_DATA=zmq"
 
 
 def reason_worker(n):

@@ -76,7 +76,7 @@ func (d *dialer) letRead() {
 
 // whyNot returns, and logs, why a peer has no link.
 func (d *dialer) whyNot(id int, t *token, offers bool) string {
-	why := "it does not offer it: it is a C++ node, or has BYTEPS_ENABLE_IPC=0"
+	why := "the peer offers none: it is a C++ node, or has BYTEPS_ENABLE_IPC=0"
 	if offers {
 		why = d.self.token.reach(t)
 	}

@@ -16,8 +16,8 @@ type Peer interface {
 
 // State is what the watcher knows of a peer. Only Queue uses it.
 type State struct {
-	down bool // the watcher knows the peer as lost when it has been called for all events
-	lost bool // the watcher knows the peer as lost, or will
+	down bool // the latest event, queued or delivered, is a loss
+	lost bool // a loss was queued, and the watcher has not been called for a later return
 }
 
 // Queue calls the node's watcher (van.PeerWatcher) for each peer that is lost or back, in order, on a goroutine of its

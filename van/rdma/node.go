@@ -142,7 +142,7 @@ type times struct {
 	inboundDown              time.Duration // how long a peer may be without its own connection to this node
 	quiet                    time.Duration // how long a lost connection that carried no data may take to be restored before the watcher is notified
 	overwriteGrace           time.Duration // how long a request may stay unreleased after its answer
-	budgetWait               time.Duration // how long a slot request waits for bytes of its own peer, see also slotWait
+	budgetWait               time.Duration // how long a slot request waits for bytes of its own peer, and for peers above their share before all are asked
 	reclaim                  time.Duration // how long a peer with unused slots may return none when asked, also on a busy machine
 	sleep                    time.Duration // the longest sleep of a loop
 	probe                    time.Duration // between two probes of an idle connection

@@ -51,7 +51,7 @@ func (in slotSet) countSlotWait(err error) {
 	}
 }
 
-// reclaimFor asks peers to return slots, so that the slot request that err makes wait since then can be granted. The feed is held.
+// reclaimFor asks peers to return slots for a slot request that waits because of err, since the time since. The feed is held.
 func (in slotSet) reclaimFor(err error, since, now uint64) {
 	v := in.v
 	if errors.Is(err, errStalled) {
@@ -81,7 +81,7 @@ func (in slotSet) reclaimFor(err error, since, now uint64) {
 	}
 	fair, over := all/len(shares), false
 	if time.Duration(now-since) > v.times.budgetWait {
-		fair = 0 // the peers that have more use all of it
+		fair = 0 // ask the peers below their share, too: those above it use all they have
 	}
 	for _, owner := range slices.SortedFunc(maps.Keys(shares), func(x, y *inbound) int { return cmp.Compare(x.serial, y.serial) }) {
 		switch more := shares[owner] - fair; {

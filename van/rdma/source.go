@@ -191,7 +191,8 @@ func (d *device) Deliver(m *van.Message, turn *engine.Deliverer) {
 // Discard implements engine.Source.
 func (d *device) Discard(m *van.Message) { m.Release() }
 
-// housekeep runs the due items. now may be before the last call: the poll before a sleep is. An idle connection costs only a probe each
+// housekeep runs the due items. now may be earlier than in the previous call: the first poll after a sleep uses the time
+// of the poll before it. An idle connection costs only a probe each
 // second.
 func (d *device) housekeep(now uint64, sleeping bool) {
 	if !sleeping && time.Duration(now-d.housekeptAt) < tickTime {

@@ -26,10 +26,10 @@
 //   - Messages received before Enable are recognised when a peer that was enabled earlier
 //     resends them.
 //   - The memory of received messages is limited to the last 65,536 timestamps of each peer,
-//     application, customer and kind of message. Older timestamps count as received. This
-//     relies on increasing timestamps: a node numbers its requests, and its control messages.
-//     Answers have the timestamps of the requests, and may be given in any order: older ones are
-//     delivered, and the application drops those that it does not wait for.
+//     application, customer and kind of message. Older requests and control messages count as
+//     received: a node numbers them in the order in which it sends them. An older answer is
+//     delivered, since requests may be answered in any order; the application drops answers that
+//     it does not wait for.
 //
 // A C++ node over RDMA writes values directly into registered memory. It also writes a
 // duplicate there, before this package can drop it.

@@ -93,7 +93,7 @@ func newPeers(n *common) *peers {
 // of returns peer id, nil if this node does not know it.
 func (p *peers) of(id int) *peer { return (*p.all.Load())[id] }
 
-// whyNot returns why there is no connection to n, nil if that is not settled.
+// whyNot returns the error of the latest failed attempt to make a connection to n, nil if none has failed.
 func (p *peers) whyNot(n *peer) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -352,14 +352,14 @@ func (v *Van) PathTo(id int, now bool) van.Path {
 	}
 	inside := van.PathTo(v.inner, id, now)
 	switch why := v.peers.whyNot(n); {
+	case why != nil && !n.over.Load(): // no data goes there at all
+		return van.Path{}.Not("tcp", why.Error())
 	case !now:
 		return inside
 	case n.addr == "":
 		return inside.Not("tcp", v.whyNot())
 	case why == nil:
 		return van.Undecided()
-	case !n.over.Load(): // no data goes there at all
-		return van.Path{}.Not("tcp", why.Error())
 	default:
 		return inside.Not("tcp", why.Error())
 	}
@@ -370,7 +370,7 @@ func (v *Van) whyNot() string {
 	if v.port == 0 {
 		return "this node accepts no data over tcp"
 	}
-	return "it has no port for data: it is a C++ node, or has STEPAF_DATA=zmq"
+	return "the peer has no port for data: it is a C++ node, or has STEPAF_DATA=zmq"
 }
 
 // SetTrafficClasses implements van.TrafficClassSetter.

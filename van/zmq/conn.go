@@ -59,7 +59,7 @@ func (c *conn) answersOverRouter() bool {
 	return c.who.Load().servesWorker && (c.incarnation == 0 || c.answers.Load() == overRouter)
 }
 
-// overRouter reports whether msg, which is about to be sent, leaves over this node's ROUTER.
+// overRouter reports whether msg, which is about to be sent, leaves over this node's ROUTER. The first answer decides for all.
 func (c *conn) overRouter(msg *van.Message) bool {
 	if msg.Request || msg.IsControl() || msg.SimpleApp {
 		return false

@@ -146,14 +146,14 @@ func (l *lines) end() {
 	}
 }
 
-// output is one of the two outputs of a child.
+// output copies a child's stdout or stderr.
 type output struct {
 	lines
 	from *os.File // the pipe that the child writes
 	done chan struct{}
 }
 
-// begin begins to copy the output.
+// begin starts the goroutine that copies.
 func (o *output) begin() {
 	o.done = make(chan struct{})
 	go o.copy()

@@ -45,7 +45,7 @@ func Run(plan *Plan, streams Streams, signals <-chan os.Signal, lookup func(stri
 	release := r.startAll()
 	defer release()
 	r.loop(signals)
-	if r.said != nil {
+	if r.said != nil { // the reader takes the last line, however late
 		<-r.said
 	}
 	return r.result
