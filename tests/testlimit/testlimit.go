@@ -13,11 +13,13 @@ import (
 	"flag"
 	"fmt"
 	"hash/maphash"
+	"math"
 	"runtime"
 	"runtime/debug"
 	"slices"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -190,7 +192,17 @@ func stackOf(stacks []byte, goroutine uint64) string {
 
 // judge returns the reason why a test has failed that may have exceeded a limit, or "".
 func (p *place) judge(now time.Time, own time.Duration) string {
-	return verdict(now.Sub(p.since), time.Duration(still.Load()), own-p.own, load(), demand)
+	return verdict(now.Sub(p.since), time.Duration(still.Load()), own-p.own, max(load(), 1)*handicap(), demand)
+}
+
+// handicap is how many times less processor time this process gets than one of the usual priority: 1.25 times for each step of
+// niceness.
+func handicap() float64 {
+	priority, err := syscall.Getpriority(syscall.PRIO_PROCESS, 0) // 20 minus the niceness
+	if err != nil {
+		return 1
+	}
+	return math.Pow(1.25, float64(max(20-priority, 0)))
 }
 
 // verdict is judge for a test that has waited for the time waited, while its process used the processor time used. demand
