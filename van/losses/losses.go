@@ -1,4 +1,4 @@
-// Package losses notifies a node of its peers that are lost, and of those that are back.
+// Package losses notifies a node when a peer is lost or back.
 package losses
 
 import (

@@ -227,7 +227,7 @@ func (x *teller) receive(from *teller, m *van.Message) {
 	}
 }
 
-// insideIsCut reports whether connections of the van inside are cut, too. Only the sender of what is lost with those is notified.
+// insideIsCut reports whether connections of the van inside are cut, too. The sender alone is notified of what they lose.
 func insideIsCut(seed uint64) bool { return seed%2 == 0 }
 
 // lastLength is the length of the last message of each kind.
