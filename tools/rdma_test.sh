@@ -11,8 +11,8 @@ usage='usage: tools/rdma_test.sh [OPTION...] [PACKAGE...] [-- OPTIONS OF THE TES
   PACKAGE       default: those of van/rdma and tests/rdma that have tests of devices
   --run REGEXP  only these tests
   --race        with the race detector
-  --limit S     for each package, in seconds (default 480)
-  --timeout S   for all, with the boot (default 1200)
+  --limit S     for each package, in seconds (default 1200)
+  --timeout S   for all, with the boot (default 2400)
   --vm OPTIONS  of tools/rdma-vm (default: --cpus 4 --mem 2048 --hosts 2; later ones win)
   -v            show the output of packages that pass, too
   --ready       only say whether the machine is prepared: status 0, or 1 and why not
@@ -38,7 +38,7 @@ ready() {
   return 1
 }
 
-run='' devices='' race=() limit=480 timeout=1200 vm=() verbose='' packages=()
+run='' devices='' race=() limit=1200 timeout=2400 vm=() verbose='' packages=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --run | --limit | --timeout | --vm)
