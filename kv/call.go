@@ -176,7 +176,7 @@ func (c *call[V]) send(ts int32, i int, keys []Key, vals []V, lens []int32) erro
 	}
 	var l backend.Mem
 	if !c.push {
-		v = backend.Mem{}
+		m.Into, v = v, backend.Mem{}
 	} else if len(lens) > 0 {
 		l = backend.Slice(lens[p.k0:p.k1])
 	}
@@ -309,9 +309,12 @@ func (c *call[V]) Finished(err error) {
 	}
 }
 
-// release releases the messages and buffers of the call. After a failure the transport may still be sending the
-// library's copies, which are therefore not reused.
+// release releases the messages and buffers of the call. When it returns, no peer writes to the memory of a pull. After a
+// failure the transport may still be sending the library's copies, which are therefore not reused.
 func (c *call[V]) release(err error) {
+	if r := c.w.revoker; r != nil && err != nil && c.sized && !c.push {
+		r.Invalidate(backend.Slice(c.vals)) // a late answer must not be written there
+	}
 	for i := range c.parts {
 		if m := c.parts[i].kept; m != nil {
 			c.parts[i].kept = nil

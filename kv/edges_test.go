@@ -253,3 +253,59 @@ func TestAnswerHoldsItsRequest(t *testing.T) {
 		t.Error("the request's memory is not given back")
 	}
 }
+
+// TestPullLands: an answer is written straight to the memory of its pull. That shows when the answer is refused afterwards.
+// An answer that comes after its pull has failed is written nowhere.
+func TestPullLands(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		const n = 32 << 10 // values: transports copy short answers
+		o.Workers, o.Servers = 1, 1
+		c := testcluster.Start(t, o)
+		keys, sent := make([]kv.Key, n/16), make([]float32, n)
+		for i := range keys {
+			keys[i] = kv.Key(i)
+		}
+		for i := range sent {
+			sent[i] = 7
+		}
+		late, other := make(chan *van.Message, 1), []kv.Key{1 << 40}
+		raw(t, c.Servers[0], func(s *rawServer, req *van.Message) {
+			switch {
+			case req.Keys.Len() == 8:
+				s.answer(t, req, other, []float32{1}, nil, nil)
+			case req.Head == 1:
+				late <- req.Retain()
+			default:
+				wrong := append([]kv.Key{keys[0] + 1<<40}, keys[1:]...)
+				s.answer(t, req, wrong, sent, nil, nil)
+			}
+		})
+		w := newWorker[float32](t, c.Workers[0])
+
+		got := make([]float32, n)
+		call, err := w.Pull(keys, &got)
+		if err == nil {
+			err = call.Wait(context.Background())
+		}
+		fails(t, err, van.ErrMalformed, "key 0 is 1099511627776")
+		if !slices.Equal(got, sent) {
+			t.Errorf("the answer was not written to the memory of the pull")
+		}
+
+		clear(got)
+		if call, err = w.Pull(keys, &got, kv.Cmd(1)); err != nil {
+			t.Fatal(err)
+		}
+		req := <-late
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		fails(t, call.Wait(ctx), context.Canceled)
+		(&rawServer{c.Servers[0]}).answer(t, req, keys, sent, nil, nil)
+		req.Release()
+		one := make([]float32, 1)
+		do(t, w)(w.Pull(other, &one)) // its answer follows the late one
+		if slices.Contains(got, 7) {
+			t.Errorf("a late answer was written to the memory of its pull")
+		}
+	}, testcluster.TCP, testcluster.SHM)
+}

@@ -37,8 +37,9 @@ type Worker[V Value] struct {
 	simple   *SimpleApp
 	servers  []int // node ids by server group rank, ascending
 	ranges   []postoffice.KeyRange
-	calls    sync.Pool // of *call[V]
-	copies   sync.Pool // of *copied[V]
+	revoker  van.Invalidator // nil if no peer writes into the memory of pulls
+	calls    sync.Pool       // of *call[V]
+	copies   sync.Pool       // of *copied[V]
 	skew     skew
 }
 
@@ -49,6 +50,7 @@ func NewWorker[V Value](node *postoffice.Node, o WorkerOptions) (*Worker[V], err
 		return nil, fmt.Errorf("%w: key-value worker on %s, want a node with role worker", van.ErrInvalid, node.Name())
 	}
 	w := &Worker[V]{node: (*cluster.Node)(node).App(), o: o, simple: newSimpleApp(node, o.AppID, o.Timeout, nil), servers: (*cluster.Node)(node).Topology().ServerInstances(), ranges: node.Topology().ServerKeyRanges()}
+	w.revoker, _ = van.As[van.Invalidator]((*cluster.Node)(node).Van())
 	c, err := w.node.AddServer(o.AppID, o.CustomerID, w.simple.inbound, func(msg *van.Message) {
 		if !w.simple.takes(msg) {
 			w.node.Rarely("kv: request to a worker").Warn("dropped a request: a key-value worker serves none",

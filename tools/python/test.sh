@@ -69,7 +69,7 @@ tests() {
   esac
   echo "python-test: $1: $("$python" tools/python/versions.py)"
   PATH="$(dirname "$python"):$PATH" PYTHONPATH="$PWD/bin/python" \
-    exec timeout -k 10 2400 "$python" -m pytest -q -n "$jobs" --dist worksteal --durations=15 -p no:cacheprovider "${files[@]}" "${@:2}"
+    exec timeout -k 10 3600 "$python" -m pytest -q -n "$jobs" --dist worksteal --durations=15 -p no:cacheprovider "${files[@]}" "${@:2}"
 }
 
 # The environments run at the same time. The output of the first one is shown while it runs. The output of each other

@@ -155,7 +155,7 @@ func (n *common) memory(size, arrived int) []byte {
 // keep keeps b for use again. n.mu is held.
 func (n *common) keep(b []byte) {
 	if size := cap(b); size > 0 && n.kept+size <= keepMemory {
-		k := sizeClass(size)
+		k := bits.Len(uint(size)) - 1 // size is at least that of the class
 		n.mem[k] = append(n.mem[k], b)
 		n.kept += size
 	}
@@ -177,14 +177,15 @@ func (n *common) release(p *inbound) {
 	_ = n.finishPlaces(p)
 	p.from, p.conn, p.kept = nil, nil, 0
 	p.msg.Reset()
-	if cap(p.front) > keepFront {
-		p.front = nil
-	}
 	if cap(p.spots) > keepValues {
 		p.spots = nil
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	if cap(p.front) > keepFront {
+		n.keep(p.front)
+		p.front = nil
+	}
 	for i, b := range p.mems {
 		n.keep(b)
 		p.mems[i] = nil

@@ -253,7 +253,12 @@ func (c *inConn) parse() (*inbound, error) {
 	}
 	p := c.n.get()
 	p.from, p.conn = c.from, c
-	p.front = append(slices.Grow(p.front[:0], need-headLen), c.buf[c.r+headLen:c.r+h.front()]...)
+	if n := need - headLen; n > keepFront {
+		p.front = c.n.memory(n, n)
+	} else {
+		p.front = slices.Grow(p.front[:0], n)
+	}
+	p.front = append(p.front[:0], c.buf[c.r+headLen:c.r+h.front()]...)
 	c.r += h.front()
 	m := &p.msg
 	if err := van.DecodeMeta(p.front[:h.meta:h.meta], &m.Meta); err != nil {

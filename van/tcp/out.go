@@ -41,7 +41,8 @@ type outConn struct {
 	broken  chan struct{} // closed when the connection has ended
 }
 
-// outEntry is a message that is not written completely, or a piece of a batch: encoded bytes, and after them one lent value.
+// outEntry is a message that is not written completely, or a piece of one: encoded bytes, and after them one lent value. Long keys
+// and lengths are lent like values.
 type outEntry struct {
 	front     int         // bytes of buf that are not written
 	vals      []byte      // the rest of a lent value
@@ -121,12 +122,6 @@ func (c *outConn) send(msg *van.Message) error {
 		c.buf = c.buf[:start]
 		return err
 	}
-	if h.keys > 0 {
-		c.buf = append(c.buf, msg.Keys.Host()...)
-	}
-	if h.lens > 0 {
-		c.buf = append(c.buf, msg.Lens.Host()...)
-	}
 	c.put(msg, start)
 	if !c.blocked {
 		c.flush()
@@ -134,32 +129,34 @@ func (c *outConn) send(msg *van.Message) error {
 	return nil
 }
 
-// put queues msg. buf already has all encoded bytes before the values, from start on.
+// put queues msg. buf already has its head and meta, from start on.
 func (c *outConn) put(msg *van.Message, start int) {
 	first := len(c.queue)
 	piece := outEntry{}
 	if msg.Request { // answers are not canceled
 		piece.request = van.Requests{App: msg.AppID, Customer: msg.CustomerID, First: msg.Timestamp, Count: 1}
 	}
-	add := func(v backend.Mem) {
+	add := func(v *backend.Mem) {
 		if v.Len() < lendFrom {
 			c.buf = append(c.buf, v.Host()...)
 			return
 		}
 		m := piece
-		m.front, m.vals, m.mem = len(c.buf)-start, v.Host(), v
+		m.front, m.vals, m.mem = len(c.buf)-start, v.Host(), *v
 		v.Retain()
 		c.lent += v.Len()
 		c.queue = append(c.queue, m)
 		start, piece.continues = len(c.buf), true
 	}
-	if msg.Vals.Len() > 0 && msg.Frames > 0 {
-		add(msg.Vals)
+	if msg.Frames > 0 {
+		add(&msg.Keys)
+		if msg.Frames == van.MaxFrames {
+			add(&msg.Lens)
+		}
+		add(&msg.Vals)
 	}
 	for i := range msg.Parts {
-		if v := msg.Parts[i].Vals; v.Len() > 0 {
-			add(v)
-		}
+		add(&msg.Parts[i].Vals)
 	}
 	if start < len(c.buf) {
 		piece.front = len(c.buf) - start
