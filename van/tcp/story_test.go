@@ -364,8 +364,8 @@ func runStory(t *testing.T, seed uint64, options func(*van.Options)) {
 }
 
 // TestReplacementStory: processes take each other's place under one id, while the former ones go on to send and connections are cut.
-// The server never delivers a message of a former process after one of its replacement, and no process receives what the server sent
-// before it knew that process.
+// The server delivers nothing of a process that it does not know yet, and the messages of each process in order. No process receives
+// what the server sent before it knew that process.
 func TestReplacementStory(t *testing.T) {
 	n := *stories
 	if testing.Short() || vantest.Race {
@@ -407,21 +407,28 @@ func replacementStory(t *testing.T, seed uint64) {
 			t.Errorf("node %d: message %d arrived with other bytes", e.self.ID, m.Timestamp)
 		}
 	}
-	last := -1 // deliveries of one peer's messages do not overlap
-	arrived := make([]chan struct{}, processes)
-	for k := range arrived {
-		arrived[k] = make(chan struct{})
+	var connecting atomic.Int32 // the last process that the server has learned of, or learns of now
+	type process struct {       // a node compares incarnations, and drops what a former process sent; the deliveries of one process do not overlap
+		last    int
+		arrived chan struct{}
+	}
+	var senders [processes]process
+	for k := range senders {
+		senders[k] = process{k * step, make(chan struct{})}
 	}
 	f := func(m *van.Message) {
 		check(server, m)
 		ts := int(m.Timestamp)
-		if ts <= last {
-			t.Errorf("message %d of process %d was delivered after message %d of process %d", ts%step, ts/step, last%step, last/step)
+		p, k := &senders[ts/step], int(connecting.Load())
+		switch {
+		case ts/step > k:
+			t.Errorf("message %d of process %d was delivered while the server knew process %d", ts%step, ts/step, k)
+		case ts <= p.last:
+			t.Errorf("message %d of process %d was delivered after its message %d", ts%step, ts/step, p.last%step)
+		case p.last == ts/step*step:
+			close(p.arrived)
 		}
-		if last < 0 || last/step < ts/step {
-			close(arrived[ts/step])
-		}
-		last = ts
+		p.last = ts
 	}
 	server.before.Store(&f)
 	drain(server)
@@ -476,6 +483,7 @@ func replacementStory(t *testing.T, seed uint64) {
 			begin() // before the server knows it
 		}
 		knows.Lock()
+		connecting.Store(int32(k))
 		server.connect(worker)
 		known = k
 		knows.Unlock()
@@ -485,7 +493,7 @@ func replacementStory(t *testing.T, seed uint64) {
 			gate.cut.Store(false)
 		}
 		select {
-		case <-arrived[k]:
+		case <-senders[k].arrived:
 		case <-time.After(limit):
 			t.Fatalf("nothing of process %d arrives", k)
 		}
