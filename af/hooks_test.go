@@ -78,7 +78,7 @@ func TestNothingIsSentWithoutAServer(t *testing.T) {
 }
 
 // TestAnswerRefused: a server whose transport refuses an answer gets an error, and keeps neither the batch nor the
-// tensors of the answer.
+// tensors of the answer. The worker's call fails at once.
 func TestAnswerRefused(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		hook := &hooks.Van{}
@@ -104,7 +104,7 @@ func TestAnswerRefused(t *testing.T) {
 			if n := holds.refs.Load(); n != 0 {
 				t.Errorf("%d holds on an answer that was refused, want none", n)
 			}
-			vantest.Fails(t, cluster.Call(h).Customer().Wait(t.Context(), h.Timestamp(), 50*time.Millisecond), van.ErrTimeout)
+			vantest.Fails(t, h.Wait(t.Context()), van.ErrQueueFull, "request refused", "server 0 (id 8)")
 			hook.OnSend(nil)
 			h, _ = ask(t, w, 1, string(text))
 			if err := <-answered; err != nil {

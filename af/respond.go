@@ -3,6 +3,7 @@ package af
 // Answers to batches.
 
 import (
+	"errors"
 	"fmt"
 	"sync"
 
@@ -23,6 +24,9 @@ import (
 //
 // Answers are sent in the order of the calls. If a tensor is on the node's device, its answer waits for work on that
 // device, see Stream: a goroutine of the server waits, and then sends. Errors of that goroutine are logged.
+//
+// If the transport does not take the answers, for example with van.ErrQueueFull, the worker's call fails as after Refuse.
+// The batch counts as answered.
 //
 // A missing key or a wrong size is an error that wraps van.ErrInvalid; nothing was sent then, and the batch can still
 // be answered. A second Respond returns postoffice.ErrAnswered. If the worker has canceled the batch, see Batch.Wanted,
@@ -51,12 +55,14 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 	}
 	defer b.w.end()
 	if len(b.w.pulls) > 0 {
-		return s.reply(b.w, outs, o.order, o.done)
+		err = s.reply(b.w, outs, o.order, o.done)
+	} else if b.w.single {
+		err = s.acknowledge(b.w.ack)
 	}
-	if b.w.single {
-		return s.acknowledge(b.w.ack)
+	if err != nil {
+		b.w.failed(err)
 	}
-	return nil
+	return err
 }
 
 // Refuse ends the batch without an answer: the worker's call fails at once, with van.ErrRequestRefused and about 900
@@ -80,8 +86,20 @@ func (b Batch) Refuse(why error) error {
 		return &van.Error{Op: "refuse", Node: s.node.Name(), Peer: s.node.PeerName(w.instance), Err: cluster.ErrAnswered,
 			Hint: "pushes without a pull are acknowledged as they arrive"}
 	}
-	s.node.Refuse(w.instance, w.epoch, int32(s.app), w.customer, w.first, no)
+	w.refuse(no)
 	return nil
+}
+
+// refuse notifies the worker that the batch gets no answer.
+func (b *batchState) refuse(why error) {
+	b.s.node.Refuse(b.instance, b.epoch, int32(b.s.app), b.customer, b.first, why)
+}
+
+// failed refuses the batch since its answers were not sent, unless the server or its node is closed.
+func (b *batchState) failed(err error) {
+	if !errors.Is(err, van.ErrClosed) {
+		b.refuse(cluster.Declined(err))
+	}
 }
 
 // end records that the batch has its answer, and releases the first reference.
@@ -141,6 +159,7 @@ func (b *batchState) SendNow(err error) {
 	if err != nil {
 		s.node.Rarely("af: answers: "+logx.Kind(err)).Warn("answers were not sent",
 			"worker", s.node.PeerName(b.instance), "answers", len(b.answers), "err", err)
+		b.failed(err)
 	}
 	b.releaseAnswers()
 	b.end()

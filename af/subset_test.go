@@ -8,9 +8,11 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/tests/hooks"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // anonymous hides from a node the library of nodes with a role that join while hides is set.
@@ -130,6 +132,39 @@ func TestToldAfterRefusal(t *testing.T) {
 		t.Error("not answered")
 	}
 	b.Release()
+}
+
+// TestQueuedAnswerRefused: if the transport refuses an answer that has waited for a device, the worker's call fails at once.
+func TestQueuedAnswerRefused(t *testing.T) {
+	dev := simgpu.New(0)
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0), Backend: func(role string, _ int) backend.Backend {
+		if role == "server" {
+			return dev
+		}
+		return nil
+	}})
+	batches := make(chan af.Batch, 1)
+	serve(t, c.Servers[0], func(b af.Batch) { batches <- b })
+	w := newWorker(t, c.Workers[0])
+	call, err := w.PushPull(nil, [][]af.KeyTensor{{{Key: 1, Val: bytesOf(t, make([]byte, 8))}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	hook.OnSend(func(*van.Message) hooks.Verdict { return hooks.Refuse(van.ErrQueueFull) })
+	gate := make(chan struct{})
+	dev.Queue(3, func() { <-gate })
+	var left counter
+	if err := (<-batches).Respond([]af.KeyTensor{{Key: 1, Val: deviceTensor(t, dev, make([]byte, 8))}}, af.Stream(3), af.OnSent(&left)); err != nil {
+		t.Fatal(err)
+	}
+	close(gate)
+	err = call.Wait(t.Context())
+	vantest.Fails(t, err, van.ErrQueueFull, "server 0 (id 8)")
+	vantest.Fails(t, err, van.ErrRequestRefused)
+	if n := left.n.Load(); n != 1 {
+		t.Errorf("OnSent was called %d times, want once", n)
+	}
 }
 
 // TestPausedOriginal: a C++ StepMesh worker that is lost in the middle of a batch may only be paused, so the server keeps the

@@ -15,7 +15,7 @@ import (
 )
 
 // TestOnSentOfARefusedAnswer: OnSent's function is not called for an answer that the transport has refused:
-// Respond has returned the error.
+// Respond has returned the error. The worker's call fails with it at once.
 func TestOnSentOfARefusedAnswer(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		hook := &hooks.Van{}
@@ -39,16 +39,37 @@ func TestOnSentOfARefusedAnswer(t *testing.T) {
 		w := newWorker[float32](t, c.Workers[0])
 		for cmd := range int32(2) {
 			var got []float32
-			if _, err := w.Pull(make64(), &got, kv.Cmd(cmd)); err != nil {
+			done := make(chan error, 1)
+			if _, err := w.Pull(make64(), &got, kv.Cmd(cmd), kv.Done(func(err error) { done <- err })); err != nil {
 				t.Fatal(err)
 			}
 			fails(t, <-answered, van.ErrQueueFull)
+			fails(t, <-done, van.ErrQueueFull, "request refused", "server 0 (id 8)")
 			eventually(t, "end of the request", func() bool { return hook.Held() == 0 })
 			if n := sent.n.Load(); n != 0 {
 				t.Errorf("command %d: told %d times that the answer has left", cmd, n)
 			}
 		}
 	})
+}
+
+// TestDefaultAnswerRefused: the calls of a worker fail at once if the summing handler, or an application without a handler, cannot answer
+// since its queue is full.
+func TestDefaultAnswerRefused(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
+	sums[float32](t, c)
+	w := newWorker[float32](t, c.Workers[0])
+	hook.OnSend(func(*van.Message) hooks.Verdict { return hooks.Refuse(van.ErrQueueFull) })
+	var got []float32
+	for _, request := range []func() (kv.Call, error){
+		func() (kv.Call, error) { return w.Push([]kv.Key{7}, []float32{1}) },
+		func() (kv.Call, error) { return w.Pull([]kv.Key{7}, &got) },
+		func() (kv.Call, error) { return w.SimpleApp().Request(1, nil, c.Servers[0].ID()) },
+	} {
+		call, err := request()
+		fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrQueueFull)
+	}
 }
 
 // TestRefusedIsOver: after the first part that the transport refuses the others are not sent: the request has failed.

@@ -257,7 +257,8 @@ func (r Request[V]) Release() { r.msg.Release() }
 // reports; slices of the request may be among them while those are valid.
 //
 // Pairs that do not fit the request are an error that wraps postoffice.ErrInvalid; then
-// nothing was sent and the request can still be answered. A second Respond is
+// nothing was sent and the request can still be answered. If the transport does not take the answer, for example with
+// postoffice.ErrQueueFull, the worker's call fails as after Refuse, and the request counts as answered. A second Respond is
 // postoffice.ErrAnswered.
 func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
 	var done van.Completion
@@ -293,6 +294,9 @@ func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
 	err := s.node.Send(m)
 	m.Reset() // holds on to nothing of the caller
 	messages.Put(m)
+	if err != nil && !errors.Is(err, van.ErrClosed) {
+		r.refuse(cluster.Declined(err))
+	}
 	r.end()
 	switch {
 	case err != nil && hold != nil:
@@ -318,9 +322,14 @@ func (r Request[V]) Refuse(why error) error {
 	if !r.ticket.state.CompareAndSwap(r.gen<<1, r.gen<<1|1) {
 		return r.wrap(postoffice.ErrAnswered)
 	}
-	r.s.node.Refuse(r.reply.Sender, r.reply.ProcessEpoch, r.reply.AppID, r.reply.CustomerID, r.reply.Timestamp, no)
+	r.refuse(no)
 	r.end()
 	return nil
+}
+
+// refuse notifies the worker that the request gets no answer.
+func (r Request[V]) refuse(why error) {
+	r.s.node.Refuse(r.reply.Sender, r.reply.ProcessEpoch, r.reply.AppID, r.reply.CustomerID, r.reply.Timestamp, why)
 }
 
 // end records that the request has its answer, and returns the ticket to the pool.

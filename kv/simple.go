@@ -101,6 +101,7 @@ func (a *SimpleApp) Handle(h SimpleHandler) {
 	if h == nil {
 		h = func(m SimpleMessage) {
 			if err := m.Respond(nil); err != nil {
+				_ = m.Refuse(err)
 				a.node.Rarely("kv: not answered: "+logx.Kind(err)).Warn("request not answered", "err", err)
 			}
 		}
@@ -222,7 +223,8 @@ func (a *SimpleApp) refuse(err error) error {
 // errNotRequest: an answer can be neither answered nor refused, since its sender waits for nothing.
 var errNotRequest = fmt.Errorf("%w: the message is an answer, want a request", van.ErrInvalid)
 
-// Respond answers a request. Answer each once: the requester drops a second one.
+// Respond answers a request. Answer each once: the requester drops a second one. After postoffice.ErrQueueFull, the
+// request can still be answered or refused.
 func (d SimpleMessage) Respond(body []byte) error {
 	a := d.app
 	if a == nil {

@@ -258,7 +258,7 @@ func newSoftware(server, worker *postoffice.Node, sizes []payload) (*software, e
 	}
 	if err := srv.Handle(func(b af.Batch) {
 		if err := b.Respond(s.answers[b.Pulls()[0].Key/2]); err != nil {
-			server.Log().Error("respond", "err", err) // the worker waits until its limit
+			server.Log().Error("respond", "err", err)
 		}
 		s.answered.Store(true)
 	}); err != nil {
