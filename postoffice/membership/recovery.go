@@ -264,7 +264,9 @@ func (r *schedulerRecovery) resume(now time.Duration, cluster, generation uint32
 	}
 	for _, j := range joins {
 		r.out.disconnect(j.temp)
-		r.replacements.register(now, j)
+		if j.lost == nil {
+			r.replacements.register(now, j)
+		}
 	}
 }
 
