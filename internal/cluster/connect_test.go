@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -14,6 +15,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/tests/vantest"
@@ -304,6 +306,30 @@ func TestLossOfThePredecessor(t *testing.T) {
 		}
 	case <-time.After(20 * time.Second):
 		t.Error("the loss was not told")
+	}
+}
+
+// TestFailureToConnectToThePredecessor: if the connection to an earlier process of an id cannot be made, the present process, to which the
+// node connects next, is not lost.
+func TestFailureToConnectToThePredecessor(t *testing.T) {
+	var fails atomic.Bool
+	c := testcluster.Start(t, testcluster.Options{Wrap: func(role string, _ int, f van.Factory) van.Factory {
+		return func(o van.Options) (van.Van, error) {
+			v, err := f(o)
+			return refusing{v, func(int) bool { return role == "worker" && fails.Load() }}, err
+		}
+	}})
+	n, id := core(c.Workers[0]), int(c.Servers[0].ID())
+	fails.Store(true)
+	connect := membership.Connect{ID: id, Node: van.Node{ID: id, Role: van.Server, Hostname: "127.0.0.1", Port: 1}}
+	n.AddPendingConnect(id, 2) // to the earlier process, and to the present one
+	n.CarryOut(connect)
+	if err := cmp.Or(n.Lost(id), n.App().Alive()); err != nil {
+		t.Errorf("the present process or this node is lost: %v", err)
+	}
+	n.CarryOut(connect)
+	if err := n.App().Alive(); !errors.Is(err, syscall.EMFILE) { // it was connected to at start-up
+		t.Errorf("after a failure to connect to the present process: %v, want %v", err, syscall.EMFILE)
 	}
 }
 

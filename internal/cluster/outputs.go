@@ -27,7 +27,11 @@ func (n *Node) perform(o membership.Output) {
 		n.peersChanged()
 		if err := limits.Explain(n.transport.van.Connect(context.Background(), o.ID, o.Node)); err != nil {
 			n.rarely("connect: "+logx.Kind(err)).Error("connect failed", "peer", n.peerName(o.ID), "err", err)
-			n.control.step(func(t time.Duration) { n.control.machine.ConnectFailed(t, o.ID, err) })
+			n.control.step(func(t time.Duration) {
+				if n.control.pendingConnects[o.ID] == 0 { // otherwise another process has the id now
+					n.control.machine.ConnectFailed(t, o.ID, err)
+				}
+			})
 		}
 		n.pending.connected(o.ID, &o.Node)
 	case membership.Disconnect:
