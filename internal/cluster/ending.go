@@ -60,6 +60,13 @@ func (e *programEnds) begin(call string) (begins []*func(), first bool) {
 	return slices.Clone(e.onEnding), first
 }
 
+// waitsIn returns the call in which this node's program waits, "" if none.
+func (e *programEnds) waitsIn() string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.call
+}
+
 // next returns the timestamp and the Head of the next message.
 func (e *programEnds) next() (stamp, head int32) {
 	e.mu.Lock()
@@ -113,7 +120,7 @@ func (n *Node) watchEnds() error {
 // of OnEnding, and, on a worker, notifies the servers.
 func (n *Node) startEnding(call string) {
 	begins, first := n.ending.begin(call)
-	n.apps.refuseNew(call)
+	n.apps.refuseNew(n.ending.waitsIn)
 	if !first {
 		return
 	}
@@ -146,7 +153,7 @@ func (n *Node) stopEnding(err error) {
 	}
 	e.mu.Unlock()
 	if continues {
-		n.apps.refuseNew("")
+		n.apps.refuseNew(n.ending.waitsIn) // another call may have begun
 		if n.role == van.Worker {
 			n.notifyServers(n.App().Members(van.ServerGroup))
 		}

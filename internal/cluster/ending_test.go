@@ -214,6 +214,25 @@ func TestEndsInAnotherCall(t *testing.T) {
 	}
 }
 
+// TestEndsWhileAnotherCallFails: if a Shutdown begins while a StopBarrier of the node ends with an error, the node refuses requests.
+func TestEndsWhileAnotherCallFails(t *testing.T) {
+	n := core(testcluster.Start(t, testcluster.Options{}).Servers[0])
+	ctx, cancel := context.WithCancel(t.Context())
+	result := make(chan error, 1)
+	go func() { result <- n.StopBarrier(ctx) }()
+	vantest.Eventually(t, 20*time.Second, "the call waits", func() bool { return n.Refuses() == "stop()" })
+	n.BeginEnding("Finalize", func() {
+		cancel()
+		vantest.Eventually(t, 20*time.Second, "the program continues", func() bool { return n.EndingCall() == "" })
+	})
+	if err := <-result; err == nil {
+		t.Error("StopBarrier of one node has ended well")
+	}
+	if call := n.Refuses(); call != "Finalize" {
+		t.Errorf("requests are refused because of the call %q, want Finalize", call)
+	}
+}
+
 // TestEarlierNoticeOfAWorker: a server ignores a notice of a worker that arrives after a later one.
 func TestEarlierNoticeOfAWorker(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})

@@ -83,6 +83,22 @@ func (n *Node) EndingCalls() int {
 	return n.ending.waiting
 }
 
+// Refuses is the call because of which this node refuses requests for applications that it does not have, "" if it does not refuse them.
+func (n *Node) Refuses() string {
+	n.apps.mu.Lock()
+	defer n.apps.mu.Unlock()
+	return n.apps.endingCall
+}
+
+// BeginEnding makes a call wait as startEnding does. It calls before first, while no other call can change the refusal.
+func (n *Node) BeginEnding(call string, before func()) {
+	n.apps.mu.Lock()
+	defer n.apps.mu.Unlock()
+	before()
+	n.ending.begin(call)
+	n.apps.endingCall = call
+}
+
 // SetLost makes node id considered dead because of cause, or alive with nil.
 func (n *Node) SetLost(id int, cause error) { n.processes.setLost(id, cause) }
 

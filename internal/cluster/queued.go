@@ -291,12 +291,12 @@ func (a *apps) close() {
 }
 
 // refuseNew refuses the requests for applications that this node does not have, both the queued ones and later ones.
-// The program ends; text names the call in which it waits. If text is "", such requests are queued again.
-func (a *apps) refuseNew(text string) {
+// The program ends; call returns the call in which it waits. If that is "", such requests are queued again.
+func (a *apps) refuseNew(call func() string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.changed.Broadcast()
-	if a.endingCall = text; text == "" {
+	if a.endingCall = call(); a.endingCall == "" {
 		return
 	}
 	a.dropQueued(func(_ appKey, e *queuedRequest) bool {

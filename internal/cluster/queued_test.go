@@ -429,7 +429,7 @@ func TestWhatEndsAWaitForAnApplication(t *testing.T) {
 			n.processes.setLost(9, van.ErrPeerLost)
 			n.apps.peerLost(9, van.ErrPeerLost)
 		}, "[]", ""},
-		{"end of the program", func(_ *testing.T, n *Node) { n.apps.refuseNew("stop") }, "[]", "stepaf/1 refused 7 0 2 finished"},
+		{"end of the program", func(_ *testing.T, n *Node) { n.apps.refuseNew(func() string { return "stop" }) }, "[]", "stepaf/1 refused 7 0 2 finished"},
 		{"end of the node", func(_ *testing.T, n *Node) { n.apps.failAll(van.ErrClosed) }, "[1]", ""},
 	} {
 		t.Run(x.name, func(t *testing.T) {
