@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"regexp"
+	"slices"
 	"sync"
 	"time"
 
@@ -102,6 +103,13 @@ func (w *watch) see(line []byte) {
 	if w.bad == "" && w.failOn != nil && w.failOn.Match(line) {
 		w.bad = string(line)
 	}
+}
+
+// seen returns the last lines, and the first one that means failure, "" if there is none.
+func (w *watch) seen() (last []string, bad string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return slices.Clone(w.last), w.bad
 }
 
 // lines is a writer that calls emit for each line, without the line's end. The output of a progress bar ends with a

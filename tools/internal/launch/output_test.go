@@ -89,3 +89,32 @@ func TestEndWithoutReader(t *testing.T) {
 		t.Errorf("standard error %q", got)
 	}
 }
+
+// TestChildEndsWithoutReader: if a child ends while the launcher's output has no reader, the other children are ended all the same. All output
+// is printed when there is a reader.
+func TestChildEndsWithoutReader(t *testing.T) {
+	for _, c := range []struct {
+		name, worker string
+		status       int
+	}{{"failure", "say line; exit 3", 3}, {"success", "say line", 1}} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			workers, others := newVisits(t), newVisits(t)
+			hang := "hang " + others.Addr().String()
+			k := newCluster(map[string]string{"worker": "wait " + workers.Addr().String() + "; " + c.worker, "server": hang, "scheduler": hang})
+			k.spec.Grace = 10 * time.Millisecond
+			out := &stopped{until: make(chan struct{})}
+			done := make(chan error, 1)
+			go func() { done <- k.runTo(t, out) }()
+			worker, rest := workers.await(t, 1), others.await(t, 2)
+			for _, conn := range worker {
+				conn.Close()
+			}
+			gone(t, rest)
+			close(out.until)
+			if err := <-done; exit.Status(err) != c.status || !slices.Contains(out.lines(), "[worker 0] line") {
+				t.Errorf("%v, with %q; want status %d and the worker's line", err, out.lines(), c.status)
+			}
+		})
+	}
+}

@@ -20,9 +20,10 @@ const drainTime = time.Second
 // process is a running child.
 type process struct {
 	*Child
-	watch  watch
-	cmd    *exec.Cmd
-	output [2]output
+	watch   watch
+	cmd     *exec.Cmd
+	output  [2]output
+	printed chan struct{} // closed when all output was printed
 
 	mu    sync.Mutex
 	ended bool // the process group id may be reused
@@ -39,7 +40,7 @@ type ended struct {
 
 // start starts c. The calling goroutine must be locked to its thread, and must not end before the child has ended.
 func start(c *Child, plan *Plan, colour int, out *printer) (*process, error) {
-	p := &process{Child: c, watch: watch{failOn: plan.Spec.FailOn}, cmd: exec.Command(c.Argv[0], c.Argv[1:]...)}
+	p := &process{Child: c, watch: watch{failOn: plan.Spec.FailOn}, cmd: exec.Command(c.Argv[0], c.Argv[1:]...), printed: make(chan struct{})}
 	p.cmd.Env = c.Env
 	// The child has a process group of its own. The kernel kills it when the thread that started it ends.
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
@@ -81,7 +82,8 @@ func (p *process) signal(s syscall.Signal) {
 	}
 }
 
-// wait waits for the end of the child, kills the other processes of its group, and reads the rest of its output.
+// wait waits for the end of the child, kills the other processes of its group, and reads the rest of its output. If that cannot be
+// printed, since the launcher's output has no reader, wait returns nevertheless, unless the output may show a failure.
 func (p *process) wait() ended {
 	waitExit(p.cmd.Process.Pid)
 	at := time.Now()
@@ -94,16 +96,27 @@ func (p *process) wait() ended {
 	for i := range p.output {
 		_ = p.output[i].from.SetReadDeadline(limit) // a pipe has deadlines
 	}
-	for i := range p.output {
-		p.output[i].await()
-	}
+	go func() {
+		defer close(p.printed)
+		for i := range p.output {
+			p.output[i].await()
+		}
+	}()
 	state := p.cmd.ProcessState
+	var unread <-chan time.Time
+	if p.watch.failOn == nil || !state.Success() {
+		unread = time.After(drainTime + sayTime)
+	}
+	select {
+	case <-p.printed:
+	case <-unread:
+	}
 	e := ended{p: p, status: state.ExitCode(), how: state.String(), ok: state.Success(), at: at}
 	if st, is := state.Sys().(syscall.WaitStatus); is && st.Signaled() {
 		e.status = 128 + int(st.Signal())
 	}
-	if e.ok && p.watch.bad != "" {
-		e.ok, e.status, e.how = false, 1, "printed "+quoted(p.watch.bad)
+	if _, bad := p.watch.seen(); e.ok && bad != "" {
+		e.ok, e.status, e.how = false, 1, "printed "+quoted(bad)
 	}
 	return e
 }

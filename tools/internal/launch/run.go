@@ -44,8 +44,12 @@ func Run(plan *Plan, streams Streams, signals <-chan os.Signal, lookup func(stri
 	}
 	release := r.startAll()
 	defer release()
+	started := slices.Clone(r.living)
 	r.loop(signals)
-	if r.said != nil { // the reader takes the last line, however late
+	for _, p := range started { // the reader takes the last lines, however late
+		<-p.printed
+	}
+	if r.said != nil {
 		<-r.said
 	}
 	return r.result
@@ -184,7 +188,7 @@ func (r *run) describe(e ended) error {
 	if e.p.Role != "scheduler" {
 		fmt.Fprintf(&b, " (group %d, instance %d, pid %d)", e.p.Group, e.p.Instance, e.p.cmd.Process.Pid)
 	}
-	last := e.p.watch.last
+	last, _ := e.p.watch.seen()
 	if len(last) == 0 {
 		b.WriteString("; it printed nothing")
 	} else {
