@@ -37,6 +37,8 @@ const (
 	// lockedOfNode is that of a node without peers.
 	lockedPerPeer = 512 << 10
 	lockedOfNode  = 1 << 20
+	// LeastLocked is that of a node with one peer.
+	LeastLocked = lockedOfNode + lockedPerPeer
 )
 
 // raiseFiles explains how to raise RLIMIT_NOFILE.

@@ -495,10 +495,10 @@ func TestMemlock(t *testing.T) {
 	}{
 		{math.MaxUint64, "0", nil, OK, "no limit"},
 		{65536, "0000000000004000", nil, OK, "CAP_IPC_LOCK"},
-		{65536, "0000000000002000", nil, Warn, "the limit is 64.0 KiB, and a node registers 80.0 MiB"},
+		{65536, "0000000000002000", nil, Warn, "the limit is 64.0 KiB, and a node registers 1.5 MiB"},
 		{65536, "nonsense", nil, Warn, "64.0 KiB"},
 		{1 << 30, "0", nil, Warn, "beyond it cannot be registered"},
-		{leastMemlock, "0", nil, Warn, "beyond it cannot be registered"},
+		{limits.LeastLocked, "0", nil, Warn, "beyond it cannot be registered"},
 		{0, "0", syscall.EINVAL, Warn, "invalid argument"},
 	} {
 		m, root, _ := equipped(t)
@@ -506,6 +506,29 @@ func TestMemlock(t *testing.T) {
 		m.Memlock = func() (uint64, error) { return x.limit, x.err }
 		if f := find(t, examine(t, m), "locked memory"); f.Status != x.status || !strings.Contains(f.Text, x.text) {
 			t.Errorf("%d with %s: %+v; want %s, %q", x.limit, x.caps, f, x.status, x.text)
+		}
+	}
+}
+
+// TestMemlockOfTheNode: a limit of locked memory with which the node starts is no failure.
+func TestMemlockOfTheNode(t *testing.T) {
+	for limit, want := range map[uint64]Status{2 << 20: Warn, 1 << 20: Fail} {
+		m, root, _ := equipped(t, "DMLC_ENABLE_RDMA=ibverbs", "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_ROLE=worker")
+		root.file("proc/self/status", "CapEff:\t0")
+		m.Memlock = func() (uint64, error) { return limit, nil }
+		node := OK
+		for _, f := range examine(t, m).Findings {
+			switch f.Name {
+			case "locked memory":
+				if f.Status != want {
+					t.Errorf("%d bytes: %+v, want %s", limit, f, want)
+				}
+			case "limits":
+				node = f.Status
+			}
+		}
+		if starts := want != Fail; starts != (node == OK) {
+			t.Errorf("%d bytes: the limits of the node are %s", limit, node)
 		}
 	}
 }

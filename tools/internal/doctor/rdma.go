@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/stepaf/stepaf-go/internal/limits"
 	"github.com/stepaf/stepaf-go/van/rdma/choose"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
@@ -231,10 +232,8 @@ func (x *rdmaExam) port(d verbs.DeviceInfo, p verbs.PortInfo) Finding {
 	return f
 }
 
-// leastMemlock is the memory that a node locks without tensors: 10240 slots of a page, and the same amount again.
-const leastMemlock = 80 << 20
-
-// lockedMemory compares the limit of locked memory with the needs of a node.
+// lockedMemory compares the limit of locked memory with the need of the smallest node. The finding about limits has the need in the
+// configured cluster.
 func (x *rdmaExam) lockedMemory(context.Context) []Finding {
 	if x.stack == nil || len(x.sysDevices()) == 0 {
 		return nil
@@ -249,8 +248,8 @@ func (x *rdmaExam) lockedMemory(context.Context) []Finding {
 		f.Text = "no limit"
 	case x.capable(capIPCLock):
 		f.Text = "the limit of " + size(limit) + " does not apply: this process has CAP_IPC_LOCK"
-	case limit < leastMemlock:
-		f.Status, f.Text, f.Remedy = x.orFail(Warn), fmt.Sprintf("the limit is %s, and a node registers %s besides its tensors", size(limit), size(leastMemlock)), remedy
+	case limit < limits.LeastLocked:
+		f.Status, f.Text, f.Remedy = x.orFail(Warn), fmt.Sprintf("the limit is %s, and a node registers %s besides its tensors", size(limit), size(limits.LeastLocked)), remedy
 	default:
 		f.Status, f.Text, f.Remedy = Warn, "the limit is "+size(limit)+": tensors and buffers beyond it cannot be registered", remedy
 	}
