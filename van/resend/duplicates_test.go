@@ -86,7 +86,7 @@ func TestWindow(t *testing.T) {
 		{"wrap", []step{{1<<31 - 1, false}, {-1 << 31, false}, {1<<31 - 1, true}, {-1<<31 + 1, false}}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			w := &window{}
+			w := newWindow(0)
 			for i, s := range c.steps {
 				if got := w.add(s.ts); got != s.want {
 					t.Errorf("step %d: add(%d) = %t, want %t", i, s.ts, got, s.want)

@@ -87,7 +87,7 @@ func New(inner van.Van, opts Options) *Van {
 	opts.Log = cmp.Or(opts.Log, slog.New(slog.DiscardHandler))
 	v := &Van{inner: inner, opts: opts, log: opts.Log,
 		kept: table{timeout: opts.Timeout, byKey: map[key]*entry{}, sending: map[*entry]int{}, conns: map[int]string{}, unresponsive: map[int]bool{}, wake: make(chan struct{}, 1)},
-		seen: memory{peers: map[int]*peer{}}, quit: make(chan struct{})}
+		seen: memory{life: time.Duration(opts.MaxTries) * opts.Timeout, peers: map[int]*peer{}}, quit: make(chan struct{})}
 	v.id.Store(van.Empty)
 	if w, ok := van.As[van.PeerWatcher](inner); ok {
 		w.WatchPeers(v.peerChanged)

@@ -6,17 +6,21 @@ import (
 	"math"
 	"slices"
 	"sync"
+	"time"
 
+	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 )
 
 // Limits of the memory of received messages.
 const (
-	windowSize = 1 << 16 // timestamps of one stream: 8 KiB
-	maxStreams = 64      // streams of one peer
-	maxPeers   = 256     // more only if they are connected
-	maxLives   = 2       // processes of one peer
+	windowSize = 1 << 16       // timestamps of one stream: 8 KiB
+	maxWindow  = 1 << 23       // likewise, after growth: 1 MiB
+	maxGrowth  = 2 * maxWindow // of all windows of a process together, in timestamps
+	maxStreams = 64            // streams of one peer
+	maxPeers   = 256           // more only if they are connected
+	maxLives   = 2             // processes of one peer
 )
 
 // stream identifies a sequence of timestamps, by fields that signatures lack, too.
@@ -39,6 +43,7 @@ type history struct {
 	incarnation uint32 // 0: not known
 	clock       uint64
 	streams     map[stream]*window
+	grown       int // timestamps by which the windows have grown
 }
 
 // of returns the history of the process whose messages carry the incarnation from.
@@ -63,12 +68,28 @@ func (p *peer) of(id int, from uint32) *history {
 	return h
 }
 
-// window records which of the last windowSize timestamps up to top have been received.
+// window records which of the last timestamps up to top have been received. It has windowSize timestamps at first. A process may
+// send more while a message that it sends again is on the way: reserve then doubles the window.
 type window struct {
 	used uint64 // history.clock at the last use
 	any  bool
 	top  int32
-	bits [windowSize / 64]uint64
+	bits []uint64
+
+	passed int    // how far top has advanced in the present half of the window
+	since  uint64 // clock.Now when that half began
+}
+
+func newWindow(now uint64) *window {
+	return &window{bits: make([]uint64, windowSize/64), since: now}
+}
+
+// size is the number of timestamps that w records, a power of two.
+func (w *window) size() int { return 64 * len(w.bits) }
+
+func (w *window) bit(ts int32) (word *uint64, mask uint64) {
+	i := int(ts) & (w.size() - 1)
+	return &w.bits[i/64], 1 << (i % 64)
 }
 
 // add records ts. It returns true if ts was received before or is too old to tell.
@@ -78,31 +99,70 @@ func (w *window) add(ts int32) bool {
 	if !w.any {
 		w.any, w.top = true, ts
 	}
-	ahead := w.ahead(ts)
+	ahead := int(w.ahead(ts))
 	switch {
-	case ahead >= windowSize:
-		clear(w.bits[:])
+	case ahead >= w.size():
+		clear(w.bits)
 		w.top = ts
 	case ahead > 0:
 		for w.top != ts {
 			w.top = (w.top + 1) & math.MaxInt32
-			i := uint32(w.top) % windowSize
-			w.bits[i/64] &^= 1 << (i % 64)
+			word, mask := w.bit(w.top)
+			*word &^= mask
 		}
 	case w.forgotten(ts):
 		return true
 	}
-	i := uint32(ts) % windowSize
-	was := w.bits[i/64]&(1<<(i%64)) != 0
-	w.bits[i/64] |= 1 << (i % 64)
+	word, mask := w.bit(ts)
+	was := *word&mask != 0
+	*word |= mask
 	return was
+}
+
+// reserve grows w by at most room timestamps before ts is added, if needed so that w forgets no timestamp within life of its receipt. A
+// forgotten timestamp precedes the last complete half of the window, so w is large enough if each half takes life. reserve returns
+// the growth.
+func (w *window) reserve(nano func() uint64, ts int32, life time.Duration, room int) (grown int) {
+	ahead := int(w.ahead(ts & math.MaxInt32))
+	if !w.any || ahead <= 0 || ahead >= maxWindow {
+		return 0
+	}
+	if w.passed += ahead; w.passed < w.size()/2 {
+		return 0
+	}
+	now := nano()
+	for w.passed >= w.size()/2 {
+		if size := w.size(); time.Duration(now-w.since) < life && size < maxWindow && grown+size <= room {
+			w.double()
+			grown += size
+			continue
+		}
+		w.since, w.passed = now, 0
+	}
+	return grown
+}
+
+// double doubles w. Timestamps that w has forgotten stay so: they count as received.
+func (w *window) double() {
+	old := *w
+	w.bits = make([]uint64, 2*len(old.bits))
+	for i := range w.bits {
+		w.bits[i] = math.MaxUint64
+	}
+	for i := range old.size() {
+		ts := (w.top - int32(i)) & math.MaxInt32
+		if word, mask := old.bit(ts); *word&mask == 0 {
+			word, mask = w.bit(ts)
+			*word &^= mask
+		}
+	}
 }
 
 // ahead returns by how many timestamps ts, which has 31 bits, is ahead of top.
 func (w *window) ahead(ts int32) int32 { return (ts - w.top) << 1 >> 1 }
 
 // forgotten reports whether ts is too old to tell whether it was received.
-func (w *window) forgotten(ts int32) bool { return w.any && w.ahead(ts) <= -windowSize }
+func (w *window) forgotten(ts int32) bool { return w.any && int(w.ahead(ts)) <= -w.size() }
 
 // isOtherProcess reports whether from is the incarnation of another process than the connected
 // one.
@@ -112,6 +172,7 @@ func (p *peer) isOtherProcess(from uint32) bool {
 
 // memory records the received messages of all peers.
 type memory struct {
+	life  time.Duration // a message is not sent again later than this after it was sent first
 	mu    sync.Mutex
 	peers map[int]*peer
 }
@@ -149,10 +210,13 @@ func (r *memory) note(m *van.Message) (duplicate, other bool) {
 		if len(h.streams) >= maxStreams {
 			h.evict()
 		}
-		w = &window{}
+		w = newWindow(clock.Now())
 		h.streams[id] = w
 	}
 	w.used = h.clock
+	if p.connected {
+		h.grown += w.reserve(clock.Now, m.Timestamp, r.life, maxGrowth-h.grown)
+	}
 	if isAnswer := !m.Request && !m.IsControl(); isAnswer && w.forgotten(m.Timestamp) {
 		return false, other // the application knows whether it waits for the answer
 	}
@@ -167,6 +231,9 @@ func (h *history) evict() {
 		if w.used < at {
 			oldest, at = s, w.used
 		}
+	}
+	if w := h.streams[oldest]; w != nil {
+		h.grown -= w.size() - windowSize
 	}
 	delete(h.streams, oldest)
 }

@@ -13,7 +13,7 @@ import (
 // TestWindowWraps: after the largest timestamp, the small ones are new, once.
 func TestWindowWraps(t *testing.T) {
 	for _, jump := range []int32{0, 2, 100, windowSize - 300, 3 * windowSize} { // left out at the end
-		var w window
+		w := newWindow(0)
 		last := int32(math.MaxInt32) - jump
 		for ts := last - 100; ; ts++ {
 			if w.add(ts) {
@@ -39,7 +39,7 @@ func TestWindowWraps(t *testing.T) {
 
 // TestWindowForgets: a timestamp older than the window counts as a duplicate.
 func TestWindowForgets(t *testing.T) {
-	var w window
+	w := newWindow(0)
 	w.add(10)
 	w.add(windowSize + 20)
 	if !w.add(11) {
@@ -47,6 +47,83 @@ func TestWindowForgets(t *testing.T) {
 	}
 	if w.add(windowSize + 19) {
 		t.Error("a timestamp inside the window is taken for a duplicate")
+	}
+}
+
+// TestWindowGrows: a window that a process passes fast grows, and forgets no timestamp that was received within life. It grows no further
+// than it may, and not without need.
+func TestWindowGrows(t *testing.T) {
+	for _, x := range []struct {
+		name       string
+		step, each int           // timestamps of a message; messages between two ticks of the clock
+		life       time.Duration // in ticks
+		room       int
+		size       int
+	}{
+		{"slow", 1, windowSize / 2, 1, maxGrowth, windowSize},
+		{"fast", 1, windowSize / 2, 2, maxGrowth, 2 * windowSize},
+		{"very fast", 3, windowSize / 2, 10, maxGrowth, 32 * windowSize},
+		{"batches", 16384, 1, 16, maxGrowth, 8 * windowSize},
+		{"jumps", 100_000, 1, 4, maxGrowth, 16 * windowSize},
+		{"limited", 1, windowSize / 2, 100, 3 * windowSize, 4 * windowSize},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			w, grown := newWindow(0), 0
+			add := func(n int, now uint64) bool {
+				ts := int32((math.MaxInt32 - 500_000 + n*x.step) & math.MaxInt32)
+				grown += w.reserve(func() uint64 { return now }, ts, x.life, x.room-grown)
+				return w.add(ts)
+			}
+			isLost := func(n int) bool { return n%101 == 50 }
+			total := min(40*x.each*int(x.life), 3_000_000)
+			for n := range total {
+				now := uint64(n / x.each)
+				if !isLost(n) && add(n, now) {
+					t.Fatalf("message %d is taken for a duplicate", n)
+				}
+				if old := n - x.each*int(x.life-1); x.name != "limited" && old > 0 && isLost(old) && add(old, now) {
+					t.Fatalf("message %d, sent again after %d others, is taken for a duplicate", old, n-old)
+				}
+				if old := n - 1000; old > 0 && !isLost(old) && !add(old, now) {
+					t.Fatalf("message %d is delivered twice", old)
+				}
+			}
+			if w.size() != x.size {
+				t.Errorf("the window has %d timestamps, want %d", w.size(), x.size)
+			}
+			for n := range min(windowSize, total) { // the oldest ones, forgotten or not
+				if !isLost(n) && !add(n, 0) {
+					t.Fatalf("message %d is delivered twice", n)
+				}
+			}
+		})
+	}
+}
+
+// TestLostBatch: a request that was lost is delivered when it is sent again, however many timestamps its sender has used since.
+func TestLostBatch(t *testing.T) {
+	f := newFixture(t, Options{Timeout: time.Hour})
+	if err := f.Connect(context.Background(), 8, van.Node{Hostname: "a"}); err != nil {
+		t.Fatal(err)
+	}
+	handed := func(ts int) bool {
+		before := len(f.up)
+		f.p.recv(from(8, request(9, ts)))
+		return len(f.up) > before
+	}
+	const lost, last, batch = 40, 1_000_000, 16
+	for ts := 0; ts <= last; ts += batch {
+		if ts != lost*batch && !handed(ts) {
+			t.Fatalf("request %d is dropped", ts)
+		}
+	}
+	if !handed(lost * batch) {
+		t.Error("the lost request is dropped")
+	}
+	for _, ts := range []int{lost, lost + 1, last / batch} {
+		if handed(ts * batch) {
+			t.Errorf("request %d is delivered twice", ts*batch)
+		}
 	}
 }
 
