@@ -36,8 +36,8 @@ type Cmd int32
 func (Cmd) pushOption() {}
 func (Cmd) pullOption() {}
 
-// Within is how long Wait waits for a request, counted from it, when Wait's context has no
-// deadline. It replaces the Timeout of the worker's options; negative means no limit.
+// Within is the limit of a request, counted from it: of Wait, when Wait's context has no
+// deadline, and of a request with Done. It replaces the Timeout of the worker's options; negative means no limit.
 type Within time.Duration
 
 func (Within) pushOption() {}
@@ -53,8 +53,7 @@ type DoneOption struct {
 // error of Wait. f runs before Wait returns, on the transport's goroutine or, if nothing was sent, on the caller's
 // before the call returns. f may make further requests. It must not wait for them, or for anything else that may take
 // long, since it may run on the goroutine of a Wait that receives from all servers. f is not called if the call
-// itself returns an error. A request without a Wait has no time limit; it ends when its servers have answered or one
-// of them is lost.
+// itself returns an error. If no Wait waits for the request at its limit, see Within, it ends with postoffice.ErrTimeout.
 func Done(f func(error)) DoneOption { return DoneOption{f: f} }
 
 func (DoneOption) pushOption()   {}

@@ -182,6 +182,9 @@ func (a *SimpleApp) Request(head int32, body []byte, to postoffice.Target, opts 
 		return Call{}, err
 	}
 	call := r.Call(a.timeout)
+	if r.done != nil {
+		r.Expire(a.timeout)
+	}
 	if r.Begin() { // otherwise a receiver is lost: Wait returns that error
 		r.send(c, head, body, ids)
 		r.End()

@@ -157,12 +157,15 @@ const maxPayload = math.MaxInt32
 
 // begin opens the request and sends its messages.
 func (w *Worker[V]) begin(c *call[V], limit time.Duration) (Call, error) {
-	keys, vals, lens := c.keys, c.vals, c.lens
+	keys, vals, lens, expires := c.keys, c.vals, c.lens, c.done != nil
 	if err := w.customer.Open(&c.Request, c.op, c, 1, c.ids); err != nil {
 		c.discard()
 		return Call{}, err
 	}
 	call := c.Call(limit)
+	if expires {
+		c.Expire(limit)
+	}
 	if c.Begin() { // else a server is away, or all of them: Wait says so
 		for i := range c.parts {
 			c.asked.Store(int32(i + 1))

@@ -25,7 +25,8 @@ type Call cluster.Call
 func (c Call) Wait(ctx context.Context) error { return cluster.Call(c).Wait(ctx) }
 
 // Done returns a channel that is closed when the call is over, so that a program can select: Wait then returns at once, and is
-// still to be called. Programs that only wait call Wait alone, which is faster.
+// still to be called. If no Wait waits for the call at its limit, it ends with ErrTimeout. Programs that only wait call Wait alone,
+// which is faster.
 func (c Call) Done() <-chan struct{} { return cluster.Call(c).Done() }
 
 // Timestamp is the first of the call's consecutive timestamps, which errors and log lines call its handler.

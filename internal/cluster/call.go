@@ -34,6 +34,19 @@ type Call struct {
 // after Open.
 func (r *Request) Call(limit time.Duration) Call { return Call{r.c, r.first, r.n, limit} }
 
+// Expire ends r with van.ErrTimeout when limit, counted from Open, has passed and no Wait waits for r. limit is as in Call. Call it
+// after Open.
+func (r *Request) Expire(limit time.Duration) {
+	if limit = (App{r.c.node}).Limit(limit); limit < 0 {
+		return
+	}
+	r.c.mu.Lock()
+	defer r.c.mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.c.expire(r, limit)
+}
+
 // Wait waits until all receivers have answered, and forgets the call: its memory is the caller's again, also after an
 // error. Without a deadline in ctx it waits for the limit of the call, counted from its start. Errors wrap
 // van.ErrTimeout, van.ErrPeerLost, van.ErrClosed, van.ErrMalformed, van.ErrInvalid, ErrUnknownHandler (a second
@@ -50,7 +63,8 @@ func (c Call) Wait(ctx context.Context) error {
 }
 
 // Done returns a channel that is closed when the call is over: Wait then returns at once. The first use of a call makes the
-// channel. Done receives nothing by itself: where the goroutines that wait receive, as with STEPAF_BUSY_POLL_ENABLE, Wait is faster.
+// channel, and makes the call end at its limit unless a Wait waits for it. Done receives nothing by itself: where the goroutines that
+// wait receive, as with STEPAF_BUSY_POLL_ENABLE, Wait is faster.
 func (c Call) Done() <-chan struct{} {
 	if c.c == nil {
 		return closed
@@ -68,6 +82,9 @@ func (c Call) Done() <-chan struct{} {
 	}
 	if r.ended == nil {
 		r.ended = make(chan struct{})
+		if limit := (App{c.c.node}).Limit(c.limit); limit > 0 {
+			c.c.expire(r, limit)
+		}
 	}
 	return r.ended
 }

@@ -337,6 +337,7 @@ func (c *Customer) abortAll(err error) {
 	for _, r := range c.list() {
 		r.fail(err)
 	}
+	c.stopExpiry()
 }
 
 // IsAwaited reports whether the sender of a request still waits for its answer: it has not canceled the request, is

@@ -5,7 +5,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -59,4 +61,55 @@ func TestDone(t *testing.T) {
 	if err := second.Wait(t.Context()); !errors.Is(err, van.ErrInvalid) {
 		t.Errorf("got %v, want ErrInvalid", err)
 	}
+}
+
+// TestExpire: a request that nobody waits for ends at its limit, and its error names the peer that has not answered. A Wait has its own
+// limit.
+func TestExpire(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	x := customer(t, c)
+	open := func() *request {
+		t.Helper()
+		r := newRequest()
+		if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	waits, answered, none := open(), open(), open()
+	waited := make(chan error, 1)
+	go func() { waited <- x.Wait(t.Context(), waits.First(), 20*time.Second) }()
+	vantest.Eventually(t, 20*time.Second, "a call waits", waits.Waiting)
+	waits.Expire(time.Millisecond)
+	answered.Expire(time.Hour)
+	none.Expire(-1)
+	if err := x.Answer(van.ServerID(0), answered.First()); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-answered.finished; err != nil {
+		t.Error(err)
+	}
+	for _, how := range []string{"Expire", "Done", "WaitSlice"} {
+		r := open()
+		switch how {
+		case "Expire":
+			r.Expire(20 * time.Millisecond)
+		case "Done":
+			<-r.Call(20 * time.Millisecond).Done()
+		case "WaitSlice": // a wait that ends before the request
+			r.Expire(20 * time.Millisecond)
+			if err := x.WaitSlice(t.Context(), r.First(), 0, 50*time.Millisecond); err != cluster.ErrPending {
+				t.Errorf("WaitSlice: %v, want %v", err, cluster.ErrPending)
+			}
+		}
+		vantest.Fails(t, <-r.finished, van.ErrTimeout, "handler", "no answer from server 0 (id 8)", "limit 20ms")
+		vantest.Fails(t, x.Wait(t.Context(), r.First(), 0), van.ErrTimeout)
+	}
+	if !waits.Pending() || !none.Pending() {
+		t.Errorf("in flight: %t with a Wait, %t without a limit, want true", waits.Pending(), none.Pending())
+	}
+	x.Abort(&waits.Request, van.ErrInvalid)
+	vantest.Fails(t, <-waited, van.ErrInvalid)
+	x.Close()
+	vantest.Fails(t, <-none.finished, van.ErrClosed)
 }

@@ -20,6 +20,13 @@ func (r *Request) Use() uint64 {
 	return r.gen
 }
 
+// Waiting reports whether a Wait waits for r.
+func (r *Request) Waiting() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.waiting
+}
+
 // Kept reports whether r is among the finished requests that were not waited for.
 func (r *Request) Kept() bool {
 	r.c.mu.Lock()

@@ -56,7 +56,8 @@ type Request struct {
 	busy      int // calls of Answer that run, and Begin without End
 	state     state
 	err       error
-	start     uint64 // clock.Now at Open
+	start     uint64        // clock.Now at Open
+	limit     time.Duration // see Expire; 0: none
 	waiting   bool
 	gen       uint64        // counts uses, so that a late access notices that r was reused
 	unsent    bool          // no message of it was sent
@@ -99,7 +100,7 @@ func (r *Request) reset(c *Customer, op string, sink Sink, first int32, n int, r
 	r.left, r.busy, r.err = n*len(receivers), 0, nil
 	r.state, r.waiting, r.unsent, r.over = open, false, false, false
 	r.gen++
-	r.ringIndex = -1
+	r.limit, r.ringIndex = 0, -1
 	r.start = clock.Now()
 	if r.done == nil {
 		r.done = make(chan struct{}, 1)
@@ -439,6 +440,11 @@ func (r *Request) answered(ts int32) (bool, error) {
 // cancel fails r because its wait has ended.
 func (r *Request) cancel(cause error, limit time.Duration) {
 	r.mu.Lock()
+	r.cancelLocked(cause, limit)
+}
+
+// cancelLocked is cancel with r.mu held. It unlocks r.mu.
+func (r *Request) cancelLocked(cause error, limit time.Duration) {
 	if r.state != open {
 		r.mu.Unlock()
 		return

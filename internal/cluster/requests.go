@@ -32,6 +32,8 @@ type requests struct {
 	finished [keepFinished]*Request // a ring of requests that finished without a Wait
 	newest   int                    // index of the next one; never wraps, used modulo keepFinished
 	timers   []*time.Timer          // for waiting
+	expiry   *time.Timer            // calls endExpired; nil before the first Expire
+	endsAt   uint64                 // clock.Now at which it does; 0: not set
 	failures failures               // of forgotten requests
 
 	unreported   int // requests in finished
