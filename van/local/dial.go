@@ -296,6 +296,7 @@ func (d *dialer) lost(n *outPeer, l *outLink) {
 		l.mu.Lock()
 		l.cause = van.ErrReplaced
 		l.mu.Unlock()
+		l.refused.Store(true)
 		d.log.Error("a peer does not hear this process any more", "peer", van.NodeName(id), "why", err)
 		return
 	}

@@ -72,6 +72,11 @@ func TestFenced(t *testing.T) {
 				t.Errorf("%v does not name the peer", err)
 			}
 			old.says("a peer does not hear this process any more")
+			for _, now := range []bool{true, false} {
+				if path := van.PathTo(old, 8, now); path.Over != "" || now && path.Why != "not over shared memory: "+van.ErrReplaced.Error() {
+					t.Errorf("the path to a peer that takes no data of this process, now %t: %+v", now, path)
+				}
+			}
 			if slices.ContainsFunc(buffer, func(b byte) bool { return b != 0 }) {
 				t.Error("values of the replaced process came to the registered buffer")
 			}

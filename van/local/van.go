@@ -349,6 +349,8 @@ func (v *Van) PathTo(id int, now bool) van.Path {
 		l = v.peers.settledLink(id)
 	}
 	switch {
+	case l != nil && l.refused.Load():
+		return van.Path{}.Not(SharedMemory, l.why().Error())
 	case l != nil:
 		return van.Path{Over: SharedMemory, Device: l.device}
 	case !settled:

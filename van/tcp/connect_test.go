@@ -41,6 +41,11 @@ func replaced(t *testing.T, options func(*van.Options)) {
 	if err := worker.Send(dataMessage(8, 2, true, true, []byte("late"))); !errors.Is(err, van.ErrPeerLost) {
 		t.Errorf("the replaced process sends: %v", err)
 	}
+	for _, now := range []bool{true, false} {
+		if path := van.PathTo(worker, 8, now); path.Over != "" || !strings.Contains(path.Why, van.ErrReplaced.Error()) {
+			t.Errorf("the path to a peer that takes no data of this process, now %t: %+v", now, path)
+		}
+	}
 	other.must(dataMessage(8, 3, true, true, []byte("other")))
 	if m := server.next(); m.Timestamp != 3 || m.Sender != 9 {
 		t.Errorf("message %d of %d arrived, want 3 of 9", m.Timestamp, m.Sender)

@@ -113,6 +113,9 @@ func (d *dialer) keep(n *peer, c *outConn) *outConn {
 		case p.ctx.Err() != nil || !p.current(n):
 			return nil
 		case errors.Is(err, errRefused):
+			p.failed(n, err)
+			n.over.Store(false) // before the connection: Send must not send over the van inside
+			n.conn.CompareAndSwap(c, nil)
 			d.n.log.Error("a peer takes no data of this process any more", "peer", n.name(), "addr", n.addr, "err", err)
 			return nil
 		}
