@@ -303,17 +303,27 @@ func TestClusterName(t *testing.T) {
 	}
 }
 
-// TestDetectAddresses: this machine has its own addresses, and each leads to itself.
+// TestDetectAddresses: this machine has its own addresses, and each leads to itself, also if several interfaces have it.
 func TestDetectAddresses(t *testing.T) {
 	m := Detect(func(string) (string, bool) { return "", false }, 1)
-	for _, i := range m.Interfaces {
-		for _, a := range i.Addrs {
-			if !a.Is4() {
-				continue
-			}
-			want := Address{i.Name, a.String()}
-			if got := m.toward(want.IP); i.Up && got != want || m.at(want.IP) != want || !strings.Contains(m.list(), i.Name+" ("+want.IP+")") {
-				t.Errorf("toward %s: %+v; this machine has %s", want.IP, got, m.list())
+	again := slices.Clone(m.Interfaces)
+	for i := range again {
+		again[i].Name += "-again"
+	}
+	for _, all := range [][]hostaddr.Interface{m.Interfaces, slices.Concat(m.Interfaces, again)} {
+		m := *m
+		m.Interfaces = all
+		for _, i := range all {
+			for _, a := range i.Addrs {
+				if !a.Is4() {
+					continue
+				}
+				has := func(at Address) bool {
+					return at.IP == a.String() && slices.ContainsFunc(all, func(o hostaddr.Interface) bool { return o.Name == at.Interface && slices.Contains(o.Addrs, a) })
+				}
+				if got := m.toward(a.String()); i.Up && !has(got) || !has(m.at(a.String())) || !strings.Contains(m.list(), i.Name+" ("+a.String()+")") {
+					t.Errorf("toward %s: %+v; this machine has %s", a, got, m.list())
+				}
 			}
 		}
 	}
