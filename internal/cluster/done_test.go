@@ -97,8 +97,11 @@ func TestExpire(t *testing.T) {
 		case "Done":
 			<-r.Call(20 * time.Millisecond).Done()
 		case "WaitSlice": // a wait that ends before the request
+			slice := make(chan error, 1)
+			go func() { slice <- x.WaitSlice(t.Context(), r.First(), 0, 50*time.Millisecond) }()
+			vantest.Eventually(t, 20*time.Second, "the slice begins", func() bool { return r.Waiting() || len(slice) > 0 })
 			r.Expire(20 * time.Millisecond)
-			if err := x.WaitSlice(t.Context(), r.First(), 0, 50*time.Millisecond); err != cluster.ErrPending {
+			if err := <-slice; err != cluster.ErrPending {
 				t.Errorf("WaitSlice: %v, want %v", err, cluster.ErrPending)
 			}
 		}
