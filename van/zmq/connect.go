@@ -69,12 +69,13 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node, now bool) err
 	c.incarnation = v.peerIncarnation(&peer)
 	c.admitted.Store(true)
 	old := (*v.peers.Load())[id]
-	if old != nil && old.sock == nil {
+	switch {
+	case old == nil:
+		c.acct = newAccount()
+	case old.sock == nil:
 		c.acct = old.acct // answers may have been sent over the ROUTER
-	} else {
-		c.acct = v.accounts.open()
-	}
-	if old != nil && old.sock != nil {
+	default:
+		c.acct = newAccount()
 		now = true // only a connected DEALER reports the peer as up again to a watcher that knows old as lost
 		v.drop(old, 0)
 	}
@@ -92,9 +93,7 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node, now bool) err
 		v.replace(func(m map[int]*conn) {
 			if delete(m, id); old != nil && old.sock == nil {
 				m[id] = old
-				return
 			}
-			v.accounts.close(c.acct)
 		})
 		if old != nil && old.sock == nil {
 			v.guard.known(old)
@@ -343,7 +342,6 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 		return
 	}
 	if c.sock == nil {
-		v.accounts.close(c.acct)
 		close(c.ended)
 		return
 	}
@@ -394,7 +392,6 @@ func (v *zvan) end(c *conn, linger time.Duration) error {
 	if sees {
 		c.mon.end()
 	}
-	v.accounts.close(c.acct)
 	return err
 }
 

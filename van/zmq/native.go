@@ -432,36 +432,35 @@ func cBool(b bool) C.int {
 	return 0
 }
 
-// unsent returns the number of bytes that libzmq holds for the peer of a. Accounts are freed after all sockets.
-func (s *socket) unsent(a *account) int64 {
-	s.use.RLock()
-	defer s.use.RUnlock()
-	if s.c == nil {
-		return 0
-	}
-	return a.unsent()
-}
-
-// account counts the unsent bytes of one peer.
+// account counts the unsent bytes of one peer. Its memory in C is freed when Go has no reference to the account, and libzmq no message
+// of the peer: libzmq may release a message long after its connection was closed.
 type account struct{ c *C.sa_acct }
 
 // messageCost is the approximate memory of a message besides its bytes: libzmq's parts and allocations.
 const messageCost = 1024
 
-func newAccount() *account { return &account{(*C.sa_acct)(C.calloc(1, C.sizeof_sa_acct))} }
-
-func (a *account) free() { C.free(unsafe.Pointer(a.c)) }
+func newAccount() *account {
+	a := &account{(*C.sa_acct)(C.calloc(1, C.sizeof_sa_acct))}
+	a.take(C.SA_OPEN, 0)
+	runtime.AddCleanup(a, func(c *C.sa_acct) { C.sa_settle(c, C.SA_OPEN) }, a.c)
+	return a
+}
 
 // unsent returns the number of unsent bytes.
-func (a *account) unsent() int64 { return atomic.LoadInt64((*int64)(unsafe.Pointer(&a.c.unsent))) }
+func (a *account) unsent() int64 { return a.add(0) }
+
+// add adds n bytes and returns the number of unsent bytes.
+func (a *account) add(n int64) int64 {
+	defer runtime.KeepAlive(a)
+	return atomic.AddInt64((*int64)(unsafe.Pointer(&a.c.unsent)), n) - C.SA_OPEN
+}
 
 // take adds n bytes, unless the account has limit bytes already (0: no limit). A message of any length is therefore
 // accepted while the account is below the limit.
 func (a *account) take(n, limit int64) bool {
-	p := (*int64)(unsafe.Pointer(&a.c.unsent))
-	if now := atomic.AddInt64(p, n); limit <= 0 || now-n < limit {
+	if now := a.add(n); limit <= 0 || now-n < limit {
 		return true
 	}
-	atomic.AddInt64(p, -n)
+	a.add(-n)
 	return false
 }

@@ -120,9 +120,7 @@ func (v *zvan) Reply(incarnation uint32, msg *van.Message) error {
 	if err := msg.EncodeTo(meta); err != nil {
 		return v.sendError(msg, nil, err)
 	}
-	acct := v.accounts.open()
-	defer v.accounts.close(acct)
-	to := route{dest: newcomerID(incarnation), self: v.nameTo(incarnation), acct: acct}
+	to := route{dest: newcomerID(incarnation), self: v.nameTo(incarnation), acct: newAccount()}
 	if err := v.router.send(&to, meta, msg); err != nil {
 		return v.sendError(msg, nil, err)
 	}

@@ -186,7 +186,7 @@ func (o *outgoing) sendError(msg *van.Message, c *conn, err error) error {
 
 // overBudget returns the error for a message to c that was refused because of the budget.
 func (o *outgoing) overBudget(c *conn) error {
-	unsent := o.router.unsent(c.acct)
+	unsent := c.acct.unsent()
 	o.n.stats.refused.Add(1)
 	if n, speak := o.refusals.Next(); speak {
 		o.n.log.Warn("a message is refused: its receiver does not take what was sent before", "peer", van.NodeName(c.who.Load().id), "addr", c.peer.Addr(),

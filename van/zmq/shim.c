@@ -148,11 +148,15 @@ static void counted_free(counted *c) {
   else free(c);
 }
 
+void sa_settle(sa_acct *acct, int64_t bytes) {
+  if (__atomic_sub_fetch(&acct->unsent, bytes, __ATOMIC_ACQ_REL) == 0) free(acct);
+}
+
 // Runs on a thread of libzmq.
 static void release(void *data, void *hint) {
   (void)data;
   counted *c = hint;
-  __atomic_sub_fetch(&c->acct->unsent, c->own, __ATOMIC_RELAXED);
+  sa_settle(c->acct, c->own);
   counted_free(c);
 }
 
@@ -245,7 +249,7 @@ int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int sel
   return rc;
 
 nomem:
-  __atomic_sub_fetch(&acct->unsent, bytes, __ATOMIC_RELAXED);
+  sa_settle(acct, bytes);
   for (int i = 0; i < n; i++) zmq_msg_close(&part[i]);
   return -ENOMEM;
 }

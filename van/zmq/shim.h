@@ -15,11 +15,15 @@
 // Frames of the largest message to send: destination and sender, meta, data.
 #define SA_MAX_SEND (SA_MAX_DATA + 3)
 
-// The account of one peer: its unsent bytes. libzmq's threads subtract the bytes that they release,
-// also after the socket was closed.
+// The account of one peer: its unsent bytes, and SA_OPEN as long as Go refers to it. libzmq's threads subtract the bytes that
+// they release, also after the socket was closed.
 typedef struct {
   int64_t unsent;
 } sa_acct;
+#define SA_OPEN (1ll << 62)
+
+// Subtracts bytes from acct, and frees it if nothing is left.
+void sa_settle(sa_acct *acct, int64_t bytes);
 
 // A socket and the lock that makes it safe for concurrent use. waiting is set
 // while the receiver sleeps on the socket's descriptor.

@@ -42,7 +42,6 @@ type zvan struct {
 	intake
 
 	zctx     *zmq4.Context
-	accounts accounts
 	unbind   func()
 	refusals *monitor // of handshakes over a Unix socket; over TCP the guard follows them
 
@@ -276,7 +275,6 @@ func (v *zvan) Close(ctx context.Context) error {
 	}
 	v.wg.Wait()
 	errs = append(errs, v.zctx.Term())
-	v.accounts.free()
 	v.early.close()
 	v.unbind()
 	return errors.Join(errs...)
