@@ -173,9 +173,9 @@ func (g *guard) due(now time.Time) (l []*incoming) {
 		}
 	}
 	spare := g.originals()
-	for _, h := range g.crowd.silent.hosts {
-		e := h.conns.Front()
-		for left := h.conns.Len(); left > spare[h.addr] && now.Sub(e.Value.(*incoming).since) >= g.crowd.limit; left-- {
+	for host, conns := range g.crowd.silent.of {
+		e := conns.Front()
+		for left := conns.Len(); left > spare[host] && now.Sub(e.Value.(*incoming).since) >= g.crowd.limit; left-- {
 			l = append(l, e.Value.(*incoming))
 			e = e.Next()
 		}
