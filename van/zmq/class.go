@@ -17,19 +17,13 @@ func (v *zvan) SetTrafficClasses(classes map[int]int) {
 		if !before {
 			continue
 		}
-		for _, s := range v.sockets(c) {
+		if s := c.link.Load(); s != nil {
 			s.setClass(class) // 0: the system's
 		}
+		for _, s := range v.guard.of(c) { // the ROUTER's, for the answers of a server
+			s.setClass(class)
+		}
 	}
-}
-
-// sockets lists the TCP sockets that carry messages to c's peer: the DEALER's, and the ROUTER's for the
-// answers of a server.
-func (v *zvan) sockets(c *conn) (l []tcpSocket) {
-	if s := c.link.Load(); s != nil {
-		l = append(l, *s)
-	}
-	return append(l, v.guard.of(c)...)
 }
 
 // TrafficClassApplied implements van.TrafficClassSetter. Unix sockets have no classes. Without the guard, the van does not

@@ -183,7 +183,14 @@ func TestClassTakenBack(t *testing.T) {
 }
 
 // socketsTo is how many sockets lead to a peer.
-func (n *node) socketsTo(id int) int { return len(n.sockets((*n.peers.Load())[id])) }
+func (n *node) socketsTo(id int) int {
+	c := (*n.peers.Load())[id]
+	sockets := len(n.guard.of(c))
+	if c.link.Load() != nil {
+		sockets++
+	}
+	return sockets
+}
 
 // TestNoClasses: a node that cannot apply a traffic class reports that.
 func TestNoClasses(t *testing.T) {

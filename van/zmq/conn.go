@@ -90,16 +90,6 @@ func (c *conn) address() netip.Addr {
 // seen reports whether c's peer has a connection to this node's ROUTER.
 func (c *conn) seen() bool { return c.arrives.Load() != 0 }
 
-// over reports whether c has ended.
-func (c *conn) over() bool {
-	select {
-	case <-c.ended:
-		return true
-	default:
-		return false
-	}
-}
-
 // succeed makes c the replacement of old.
 func (c *conn) succeed(old *conn) {
 	c.redials.Store(old.redials.Load())

@@ -152,7 +152,7 @@ func (v *zvan) open(ctx context.Context, id int) (*conn, error) {
 		}
 		var other *conn
 		for x := range v.leaving {
-			if x.to == current.to && !x.over() {
+			if x.to == current.to {
 				other = x
 			}
 		}
@@ -211,7 +211,7 @@ func (v *zvan) openDealer(c *conn, id int) error {
 			return errors.Join(err, z.Close())
 		}
 	}
-	mon, err := newMonitor(v.zctx, z, v.serial, connEvents)
+	mon, err := newMonitor(v.zctx, z, connEvents)
 	if err != nil {
 		return errors.Join(err, z.Close())
 	}
@@ -357,10 +357,10 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 	}
 	end := func() {
 		_ = v.end(c, linger)
-		close(c.ended)
 		v.mu.Lock()
+		defer v.mu.Unlock()
 		delete(v.leaving, c)
-		v.mu.Unlock()
+		close(c.ended)
 	}
 	if linger == 0 || c.lost.Load() { // libzmq must stop dialing the address even while a handler runs
 		v.wg.Go(stop)

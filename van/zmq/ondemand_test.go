@@ -249,13 +249,13 @@ func TestDialDelaysNobody(t *testing.T) {
 			t.Error(err)
 		}
 		waits := !worker.dialed(8)
+		worker.mu.Lock()
+		delete(worker.leaving, earlier)
 		close(earlier.ended)
+		worker.mu.Unlock()
 		if err := <-done; err != nil {
 			t.Error(err)
 		}
-		worker.mu.Lock()
-		delete(worker.leaving, earlier)
-		worker.mu.Unlock()
 		worker.Disconnect(8)
 		worker.Disconnect(10)
 		return !waits

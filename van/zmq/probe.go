@@ -26,14 +26,8 @@ const (
 
 // Probe implements van.Prober.
 func (v *zvan) Probe(ctx context.Context, peer van.Node) error {
-	if v.curve != nil {
-		v.mu.Lock()
-		v.serial++
-		serial := v.serial
-		v.mu.Unlock()
-		if hasSecret(ctx, v.zctx, &v.shared, serial, &peer) {
-			return nil
-		}
+	if v.curve != nil && hasSecret(ctx, v.zctx, &v.shared, &peer) {
+		return nil
 	}
 	network, addr := "tcp4", net.JoinHostPort(peer.Hostname, strconv.Itoa(peer.Port))
 	if v.cfg.Local {
@@ -63,9 +57,9 @@ func (v *zvan) Probe(ctx context.Context, peer van.Node) error {
 // proofTime is how long the handshake of hasSecret may take.
 const proofTime = 500 * time.Millisecond
 
-// hasSecret reports whether a process with the cluster's secret listens at the peer's address. serial names the monitor of its socket. It
-// completes the handshake, since the peer counts an incomplete one as an attempt without the secret.
-func hasSecret(ctx context.Context, zctx *zmq4.Context, n *shared, serial int, peer *van.Node) bool {
+// hasSecret reports whether a process with the cluster's secret listens at the peer's address. It completes the handshake, since the peer
+// counts an incomplete one as an attempt without the secret.
+func hasSecret(ctx context.Context, zctx *zmq4.Context, n *shared, peer *van.Node) bool {
 	z, err := zctx.NewSocket(zmq4.DEALER)
 	if err != nil {
 		return false
@@ -74,7 +68,7 @@ func hasSecret(ctx context.Context, zctx *zmq4.Context, n *shared, serial int, p
 	if errors.Join(tune(z), z.SetReconnectIvl(-1), n.curve.client(z)) != nil {
 		return false
 	}
-	mon, err := newMonitor(zctx, z, serial, connEvents)
+	mon, err := newMonitor(zctx, z, connEvents)
 	if err != nil {
 		return false
 	}

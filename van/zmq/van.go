@@ -49,7 +49,7 @@ type zvan struct {
 	loops   []*receiver
 	leaving map[*conn]struct{} // connections that are closing
 	started bool
-	serial  int // numbers the DEALERs and their monitors
+	serial  int // numbers the DEALERs
 	wg      sync.WaitGroup
 }
 
@@ -143,11 +143,10 @@ func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
 	}
 	var g *guard
 	var refusals *monitor
-	v.serial++
 	if v.cfg.Local {
-		refusals, err = newMonitor(v.zctx, z, v.serial, handshakeFailed)
+		refusals, err = newMonitor(v.zctx, z, handshakeFailed)
 	} else {
-		g, err = newGuard(&v.shared, &v.flow, v.zctx, z, v.serial, port)
+		g, err = newGuard(&v.shared, &v.flow, v.zctx, z, port)
 	}
 	if err != nil {
 		unbind()
