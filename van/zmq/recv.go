@@ -219,10 +219,13 @@ func (r *receiver) senderOf(f *frames) (name peerName, c *conn, ours bool) {
 	if f.len() > 0 {
 		name, ours = nameOf(f.bytes(0), r.in.n.incarnation)
 	}
-	if r.router && !ours {
-		return name, nil, false
+	switch {
+	case !r.router:
+		return name, r.peer, ours
+	case !ours || name.id == van.Empty:
+		return name, nil, ours
 	}
-	return name, r.connOf(name), ours
+	return name, (*r.in.n.peers.Load())[name.id], true
 }
 
 // originOf returns the evidence that a control message was sent by the node that name claims. c is the connection to that node.
@@ -252,17 +255,6 @@ func originOf(from, at netip.Addr, this func() hostaddr.Host) van.Origin {
 		return van.OriginHost
 	}
 	return van.OriginOther
-}
-
-// connOf returns the connection to the node with the id of name, or nil.
-func (r *receiver) connOf(name peerName) *conn {
-	switch {
-	case !r.router:
-		return r.peer
-	case name.id == van.Empty:
-		return nil
-	}
-	return (*r.in.n.peers.Load())[name.id]
 }
 
 // fenced reports whether data with the sender name must be dropped: another process has replaced the sender,

@@ -60,10 +60,7 @@ func (o *outgoing) Send(msg *van.Message) error {
 		switch {
 		case now == nil || o.n.closed.Load():
 		case now != c:
-			if now, err = o.opened(msg, now); err != nil {
-				return o.sendError(msg, nil, err)
-			}
-			return o.sendToPeer(msg, now)
+			return o.Send(msg)
 		default: // see open
 			return o.sendError(msg, c, fmt.Errorf("%w: another process is at its address", van.ErrPeerLost))
 		}
@@ -144,7 +141,9 @@ func (o *outgoing) send(msg *van.Message, c *conn, continues bool) error {
 	to := route{acct: c.acct, limit: o.budget}
 	switch {
 	case msg.IsControl():
-		to.limit = o.controlLimit()
+		if o.budget > 0 {
+			to.limit += controlReserve
+		}
 	case continues:
 		to.limit = 0
 	}
@@ -193,12 +192,4 @@ func (o *outgoing) overBudget(c *conn) error {
 			"bytes unsent", unsent, "limit", fmt.Sprintf("%d (STEPAF_SEND_BUDGET)", o.budget), "refused so far", n)
 	}
 	return fmt.Errorf("%w: it has not taken %d bytes yet, want less than %d (STEPAF_SEND_BUDGET)", van.ErrQueueFull, unsent, o.budget)
-}
-
-// controlLimit returns the budget for control messages.
-func (o *outgoing) controlLimit() int64 {
-	if o.budget <= 0 {
-		return 0
-	}
-	return o.budget + controlReserve
 }
