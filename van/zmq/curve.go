@@ -79,31 +79,23 @@ var (
 	errMaybeSecret   = fmt.Errorf("%w: it ended the handshake; its secret (STEPAF_SECRET_FILE) may be missing or another one, or its STEPAF_CLUSTER_ID another one", van.ErrUnauthenticated)
 )
 
-// handshakeError is curve.handshakeError with the node's keys. If this node has a secret but does not require it
-// (STEPAF_AUTH), the error says that.
-func (n *shared) handshakeError(event zmq4.Event, value int, accepted bool) error {
-	err := n.curve.handshakeError(event, value, accepted)
-	if errors.Is(err, errNoSecretHere) && n.cfg.HasSecret() {
-		return errNotRequired
-	}
-	return err
-}
-
 // handshakeError returns the cause of a failed handshake for libzmq's event and its value. accepted reports that the peer
 // connected to this node. The result is nil if the peer of a plain connection broke it.
-func (c *curve) handshakeError(event zmq4.Event, value int, accepted bool) error {
-	switch {
-	case event == zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL && c == nil:
+func (n *shared) handshakeError(event zmq4.Event, value int, accepted bool) error {
+	switch plain := n.curve == nil; {
+	case event == zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL && plain:
 		return nil
 	case event == zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL && accepted:
 		return errCutOff
 	case event == zmq4.EVENT_HANDSHAKE_FAILED_NO_DETAIL: // the peer rejects this node's proof without an error message
 		return errMaybeSecret
-	case event == zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL && value == mechanismMismatch && c == nil:
+	case event == zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL && value == mechanismMismatch && plain && n.cfg.HasSecret():
+		return errNotRequired
+	case event == zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL && value == mechanismMismatch && plain:
 		return errNoSecretHere
 	case event == zmq4.EVENT_HANDSHAKE_FAILED_PROTOCOL && value == mechanismMismatch:
 		return errNoSecretThere
-	case c == nil:
+	case plain:
 		return fmt.Errorf("%w: ZMTP error %#x in the handshake", van.ErrMalformed, value)
 	}
 	return errOtherSecret
