@@ -239,12 +239,19 @@ func (v *zvan) restore(c *conn) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	for id, other := range *v.peers.Load() {
-		if other.to != c.to || !other.leaves.Load() || (*v.peers.Load())[id] != other {
-			continue
+		if other.to == c.to && other.leaves.Load() {
+			v.reconnect(other, id, false)
 		}
-		if err := v.connect(context.Background(), id, other.peer, false); err != nil {
-			v.log.Warn("could not reconnect to a peer", "peer", van.NodeName(id), "err", err)
-		}
+	}
+}
+
+// reconnect connects to c's peer again, unless c is not the connection to peer id any more. The caller holds v.mu.
+func (v *zvan) reconnect(c *conn, id int, now bool) {
+	if v.closed.Load() || (*v.peers.Load())[id] != c {
+		return
+	}
+	if err := v.connect(context.Background(), id, c.peer, now); err != nil {
+		v.log.Warn("could not reconnect to a peer", "peer", van.NodeName(id), "err", err)
 	}
 }
 
@@ -271,13 +278,7 @@ func (v *zvan) redial(c *conn) {
 	time.AfterFunc(min(minRedial<<min(n-1, 10), maxRedial), func() {
 		v.mu.Lock()
 		defer v.mu.Unlock()
-		id := c.who.Load().id
-		if v.closed.Load() || (*v.peers.Load())[id] != c {
-			return
-		}
-		if err := v.connect(context.Background(), id, c.peer, true); err != nil {
-			v.log.Warn("could not reconnect to a peer", "peer", van.NodeName(id), "err", err)
-		}
+		v.reconnect(c, c.who.Load().id, true)
 	})
 }
 
