@@ -78,11 +78,7 @@ func (r *receiver) Take(slice time.Duration, poll bool) (*van.Message, *lane, en
 	}
 	r.came = false
 	msg := r.next
-	verdict := r.accept(msg)
-	if verdict != nothing {
-		r.next = r.pool.get()
-	}
-	if verdict != deliver {
+	if !r.accept(msg) {
 		return nil, nil, engine.Progress
 	}
 	return msg, r.lanes.of(msg.Sender).of(msg), engine.Message
@@ -135,17 +131,9 @@ func (r *receiver) Discard(msg *van.Message) {
 	msg.Release()
 }
 
-// verdict is the result of accept for received frames.
-type verdict int
-
-const (
-	nothing verdict = iota // there is nothing to deliver, and msg is empty
-	kept                   // msg is queued and has another owner
-	deliver                // msg can be delivered
-)
-
-// accept decodes received frames into msg and checks that the message may be delivered.
-func (r *receiver) accept(msg *van.Message) verdict {
+// accept decodes the received frames in msg, which is r.next, and reports whether the message can be delivered now. If msg is delivered or
+// queued, r.next is another message then. Otherwise msg is empty.
+func (r *receiver) accept(msg *van.Message) (deliver bool) {
 	f := (*frames)(msg.Native())
 	now := clock.Now()
 	name, c, ours := r.senderOf(f)
@@ -174,18 +162,17 @@ func (r *receiver) accept(msg *van.Message) verdict {
 	case !msg.IsControl() && r.fenced(c, name):
 		r.in.fenced(name)
 	case probe:
-	default:
-		if verdict := r.take(msg, now, name, c, member, f.dataLen(f.len()-2)); verdict != nothing {
-			return verdict
-		}
+	case r.take(msg, now, name, c, member, f.dataLen(f.len()-2)):
+		r.next = r.pool.get()
+		return !r.keep(msg, name, c, member)
 	}
 	r.pool.clear(msg)
-	return nothing
+	return false
 }
 
-// take handles a message with the sender name. c is the connection to that node, if any; member reports whether the
-// sender is the member. The message has size bytes.
-func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, member bool, size int) verdict {
+// take counts a message with the sender name, of size bytes. It reports false if the message must be dropped. c is the connection to that
+// node, if any; member reports whether the sender is the member.
+func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, member bool, size int) bool {
 	msg.Sender, msg.Origin = name.id, van.OriginUnknown
 	if msg.IsControl() {
 		msg.Origin = r.originOf((*frames)(msg.Native()), name, c)
@@ -198,18 +185,17 @@ func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, me
 		r.in.n.checkRecord(&msg.Meta)
 	}
 	(*frames)(msg.Native()).setWeight(size+messageCost+len(msg.Parts)*van.PartBytes, stranger)
-	if !r.in.flow.arrived(msg) {
-		return nothing
-	}
+	return r.in.flow.arrived(msg)
+}
+
+// keep queues a message that arrived before its sender was admitted, and reports whether it did.
+func (r *receiver) keep(msg *van.Message, name peerName, c *conn, member bool) bool {
 	msg.Adopt(&r.pool, msg.Native())
 	if r.router && c != nil && msg.Request && c.incarnation == name.incarnation && c.answers.Load() == undecided {
 		c.answers.CompareAndSwap(undecided, overRouter)
 	}
-	if r.router && c != nil && !msg.IsControl() && (!member || r.in.early.count.Load() > 0) && !failpoint.On("incarnation") &&
-		r.in.early.keep(msg, name) {
-		return kept
-	}
-	return deliver
+	return r.router && c != nil && !msg.IsControl() && (!member || r.in.early.count.Load() > 0) && !failpoint.On("incarnation") &&
+		r.in.early.keep(msg, name)
 }
 
 // senderOf returns the sender of a message and the connection to the node with that id, if any. A name that was made for
