@@ -26,8 +26,8 @@ const (
 // crowd limits unauthenticated connections. Silent connections and connections that have sent a message have separate limits:
 // neither kind can use up the other's.
 type crowd struct {
-	silent  strangers
-	heard   strangers     // a message has arrived from them
+	silent  connSet
+	heard   connSet       // a message has arrived from them
 	most    int           // the limit of connections of a kind
 	limit   time.Duration // silentTime, except in tests
 	failing time.Time     // the last time that a connection could not be accepted
@@ -80,7 +80,7 @@ func addrOfNode(n *van.Node) netip.Addr {
 
 // turnOutBut closes connections of s until at most most are left. Silent connections of hosts with C++ StepMesh members
 // may exceed that number. The caller holds g.mu.
-func (g *guard) turnOutBut(most int, s *strangers, why string) {
+func (g *guard) turnOutBut(most int, s *connSet, why string) {
 	var spare map[netip.Addr]int
 	if s == &g.crowd.silent {
 		spare = g.originals()
@@ -118,7 +118,7 @@ func (g *guard) notAccepted() {
 		g.n.log.Error("a connection could not be accepted: the process has no descriptor left (ulimit -n)", "connections", len(g.conns),
 			"not members'", silent.n+heard.n, "so far", n)
 	}
-	for _, s := range []*strangers{silent, heard} {
+	for _, s := range []*connSet{silent, heard} {
 		g.turnOutBut(s.n/2, s, "no connection can be accepted: the process has no descriptor left")
 	}
 }

@@ -27,7 +27,7 @@ type incoming struct {
 	// will close it, or it belongs to the next connection already, whose event follows.
 	gone bool
 
-	line  *strangers    // the set that counts the connection, or nil
+	line  *connSet      // the set that counts the connection, or nil
 	entry *list.Element // its entry in that set
 }
 

@@ -7,15 +7,15 @@ import (
 	"net/netip"
 )
 
-// strangers is the set of unauthenticated connections of one kind.
-type strangers struct {
+// connSet is the set of unauthenticated connections of one kind.
+type connSet struct {
 	n  int
 	of map[netip.Addr]*list.List // by host: of *incoming, the oldest first; no list is empty
 }
 
 func oldest(l *list.List) *incoming { return l.Front().Value.(*incoming) }
 
-func (s *strangers) add(in *incoming) {
+func (s *connSet) add(in *incoming) {
 	l := s.of[in.host]
 	if l == nil {
 		if s.of == nil {
@@ -28,7 +28,7 @@ func (s *strangers) add(in *incoming) {
 	in.line, in.entry = s, l.PushBack(in)
 }
 
-func (s *strangers) remove(in *incoming) {
+func (s *connSet) remove(in *incoming) {
 	l := s.of[in.host]
 	s.n--
 	l.Remove(in.entry)
@@ -41,7 +41,7 @@ func (s *strangers) remove(in *incoming) {
 // next returns the connection to close next, or nil: the oldest connection of the host with the most connections, so that hosts with
 // few connections keep them. Of hosts with equally many, it is the host with the oldest connection. spare has the number of connections
 // that a host keeps in any case.
-func (s *strangers) next(spare map[netip.Addr]int) (next *incoming) {
+func (s *connSet) next(spare map[netip.Addr]int) (next *incoming) {
 	most := 0
 	for host, l := range s.of {
 		if n := l.Len(); n > spare[host] && (n > most || n == most && oldest(l).since.Before(next.since)) {
@@ -52,7 +52,7 @@ func (s *strangers) next(spare map[netip.Addr]int) (next *incoming) {
 }
 
 // all lists the connections.
-func (s *strangers) all() (all []*incoming) {
+func (s *connSet) all() (all []*incoming) {
 	for _, l := range s.of {
 		for e := l.Front(); e != nil; e = e.Next() {
 			all = append(all, e.Value.(*incoming))
