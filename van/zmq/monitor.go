@@ -17,7 +17,6 @@ import (
 // socket pair inside the process.
 type monitor struct {
 	z    *zmq4.Socket // the watched socket
-	pair *zmq4.Socket
 	sock *socket
 	once sync.Once
 
@@ -26,7 +25,7 @@ type monitor struct {
 
 	started bool
 	stopped chan struct{} // closed when libzmq has freed the socket
-	mu      sync.Mutex    // guards the use of pair
+	mu      sync.Mutex    // guards the use of sock, the pair
 	closed  bool
 }
 
@@ -62,7 +61,7 @@ func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, events zmq4.Event) (*monitor,
 	if err := pair.Connect(addr); err != nil { // only if the context has ended; libzmq then does not wait
 		return nil, errors.Join(fmt.Errorf("monitor: %w", err), s.close(0))
 	}
-	return &monitor{z: z, pair: pair, sock: s, stopped: make(chan struct{})}, nil
+	return &monitor{z: z, sock: s, stopped: make(chan struct{})}, nil
 }
 
 // errRefused: an attempt to connect failed. libzmq retries.
@@ -131,7 +130,7 @@ func (m *monitor) next() (event zmq4.Event, value int, end bool) {
 		return 0, 0, true
 	}
 	m.tries.Add(1)
-	event, _, value, err := m.pair.RecvEvent(zmq4.DONTWAIT)
+	event, _, value, err := m.sock.z.RecvEvent(zmq4.DONTWAIT)
 	if err != nil {
 		return 0, 0, zmq4.AsErrno(err) == zmq4.ETERM
 	}

@@ -111,11 +111,11 @@ func newcomerID(incarnation uint32) string { return "new." + digits(incarnation)
 // Reply implements van.Prober.
 func (v *zvan) Reply(incarnation uint32, msg *van.Message) error {
 	meta := make([]byte, msg.EncodedLen())
-	if err := msg.EncodeTo(meta); err != nil {
-		return v.sendError(msg, nil, err)
+	err := msg.EncodeTo(meta)
+	if err == nil {
+		err = v.router.send(&route{dest: newcomerID(incarnation), self: v.nameTo(incarnation), acct: newAccount()}, meta, msg)
 	}
-	to := route{dest: newcomerID(incarnation), self: v.nameTo(incarnation), acct: newAccount()}
-	if err := v.router.send(&to, meta, msg); err != nil {
+	if err != nil {
 		return v.sendError(msg, nil, err)
 	}
 	v.stats.sent(len(meta))
