@@ -108,12 +108,8 @@ func (c *conn) succeed(old *conn) {
 
 // connected records that the DEALER has a new connection with descriptor fd.
 func (c *conn) connected(n *shared, fd int) {
-	s := tcpSocket{fd: fd}
-	var err error
-	if s.cookie, err = unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE); err != nil {
-		return // it is closed already
-	}
-	leads := false // stays false if another connection has reused the descriptor
+	s := tcpSocket{fd, cookieOf(fd)}
+	leads := false // stays false if the connection is closed already, also if another one has reused the descriptor
 	s.use(func(fd int) {
 		peer, err := unix.Getpeername(fd)
 		if err != nil {

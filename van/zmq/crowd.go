@@ -146,10 +146,8 @@ func (g *guard) lookAround(now time.Time) {
 		switch {
 		case in.line == &g.crowd.silent:
 			g.turnOut(in, fmt.Sprintf("it sent no message within %s", g.crowd.limit))
-		case g.conns[in.fd] == in && (in.gone || in.ended):
-			if cookie, err := unix.GetsockoptUint64(in.fd, unix.SOL_SOCKET, unix.SO_COOKIE); err != nil || cookie != in.cookie {
-				g.forget(in)
-			}
+		case g.conns[in.fd] == in && (in.gone || in.ended) && !in.is():
+			g.forget(in)
 		}
 		g.mu.Unlock()
 	}

@@ -136,7 +136,7 @@ func TestCrowdByHost(t *testing.T) {
 	start := time.Now()
 	for i, n := range []int{6, 3, 1} { // of 127.0.1.0 to 127.0.1.2
 		for k := range n {
-			in := &incoming{fd: -1, host: netip.AddrFrom4([4]byte{127, 0, 1, byte(i)}), held: 10, name: peerName{id: k}, since: start.Add(time.Duration(len(all)))}
+			in := &incoming{tcpSocket: tcpSocket{fd: -1}, host: netip.AddrFrom4([4]byte{127, 0, 1, byte(i)}), held: 10, name: peerName{id: k}, since: start.Add(time.Duration(len(all)))}
 			g.place(in)
 			all = append(all, in)
 		}

@@ -166,8 +166,8 @@ func (h *handshakes) assign(g *guard, try uint64) {
 }
 
 func (g *guard) accepted(fd int) {
-	cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
-	if err != nil {
+	cookie := cookieOf(fd)
+	if cookie == 0 {
 		return // it is closed already
 	}
 	g.mu.Lock()
@@ -201,7 +201,7 @@ func (g *guard) epoll() int {
 func (g *guard) at(fd int, cookie uint64) *incoming {
 	in := g.conns[fd]
 	if in == nil {
-		in = &incoming{fd: fd, name: peerName{id: van.Empty}, since: time.Now()}
+		in = &incoming{tcpSocket: tcpSocket{fd: fd}, name: peerName{id: van.Empty}, since: time.Now()}
 		g.conns[fd] = in
 		if a, err := unix.Getpeername(fd); err == nil {
 			in.host = addrOf(a).Addr()
@@ -224,11 +224,11 @@ func (g *guard) gone(fd int) (host string, silent bool) {
 	if in.host.IsValid() { // it had not ended when its address was read
 		host = in.host.String()
 	}
-	if cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE); err != nil || cookie != in.cookie {
+	if in.is() {
+		g.leave(in)
+	} else {
 		g.forget(in)
-		return host, silent
 	}
-	g.leave(in)
 	return host, silent
 }
 
@@ -245,9 +245,8 @@ func (g *guard) heard(fd int, size int64, name peerName) {
 	// A connection has one name. The descriptor of a connection that has ended may belong to the next
 	// connection already, even one with the same name, before the event of that is read.
 	if in != nil && (in.gone || in.taken > 0 && in.name != name) {
-		cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
-		switch {
-		case err != nil, cookie == in.cookie && in.taken > 0 && in.name != name:
+		switch cookie := cookieOf(fd); {
+		case cookie == 0, cookie == in.cookie && in.taken > 0 && in.name != name:
 			return // the message arrived on a former connection with this descriptor
 		case cookie != in.cookie:
 			g.forget(in)
@@ -255,8 +254,8 @@ func (g *guard) heard(fd int, size int64, name peerName) {
 		}
 	}
 	if in == nil {
-		cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
-		if err != nil || !g.accepts(fd) {
+		cookie := cookieOf(fd)
+		if cookie == 0 || !g.accepts(fd) {
 			return // the connection has ended
 		}
 		in = g.at(fd, cookie)
@@ -320,13 +319,13 @@ func (g *guard) joins(in *incoming, c *conn) {
 		c.arrives.Store(int64(in.fd) + 1)
 	}
 	if class, ok := g.n.classOf(c); ok {
-		tcpSocket{in.fd, in.cookie}.setClass(class)
+		in.setClass(class)
 	}
 	_ = unix.EpollCtl(g.epoll(), unix.EPOLL_CTL_DEL, in.fd, nil)
 	if _, limit := g.n.heartbeats(); limit > 0 && c.incarnation != 0 {
 		// If an answer is not acknowledged in time, the system closes the connection. The peer's side
 		// has the same limit for requests.
-		tcpSocket{in.fd, in.cookie}.use(func(fd int) {
+		in.use(func(fd int) {
 			_ = unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(limit.Milliseconds()))
 		})
 	}
@@ -354,11 +353,7 @@ func (g *guard) check(fd int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	in := g.conns[fd]
-	if in == nil || in.member != nil || in.cookie == 0 || in.ended || in.gone {
-		return
-	}
-	cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
-	if err != nil || cookie != in.cookie {
+	if in == nil || in.member != nil || in.ended || in.gone || !in.is() {
 		return
 	}
 	info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
@@ -401,8 +396,10 @@ func (g *guard) relieve() {
 // used up. The caller holds g.mu.
 func (g *guard) mayConnectAgain() (hosts map[netip.Addr]int, unseen int) {
 	hosts = map[netip.Addr]int{}
-	for _, c := range g.n.longSenders() {
-		switch {
+	for _, c := range *g.n.peers.Load() {
+		switch id := c.who.Load().id; {
+		case g.n.self.Role != van.Server || id <= 0 || van.RoleOf(id) != van.Worker:
+			continue // only workers send long messages, and only to servers
 		case c.incarnation != 0 && g.drained():
 			continue // its first message is empty
 		case !c.seen() && c.up.Load():

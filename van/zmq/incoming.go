@@ -12,8 +12,7 @@ import (
 
 // incoming is an accepted connection.
 type incoming struct {
-	fd      int
-	cookie  uint64
+	tcpSocket
 	since   time.Time  // the time at which it was accepted
 	host    netip.Addr // of the peer
 	name    peerName   // the sender's name in its messages
@@ -70,7 +69,7 @@ func (g *guard) shut(in *incoming) (from string) {
 	in.held, in.ended = 0, true
 	in.uncount()
 	from = "unknown"
-	tcpSocket{in.fd, in.cookie}.use(func(fd int) {
+	in.use(func(fd int) {
 		if a, err := unix.Getpeername(fd); err == nil {
 			from = addrOf(a).String()
 		}
@@ -93,7 +92,7 @@ func (g *guard) of(c *conn) (l []tcpSocket) {
 func (g *guard) ofLocked(c *conn) (l []tcpSocket) {
 	for _, in := range g.conns {
 		if in.member == c && !in.gone {
-			l = append(l, tcpSocket{in.fd, in.cookie})
+			l = append(l, in.tcpSocket)
 		}
 	}
 	return l

@@ -112,20 +112,6 @@ func (n *shared) replace(change func(map[int]*conn)) {
 	n.peers.Store(&m)
 }
 
-// longSenders lists the connections to members whose first message may be long: only workers send such
-// messages, and only to servers.
-func (n *shared) longSenders() (l []*conn) {
-	if n.self.Role != van.Server {
-		return nil
-	}
-	for _, c := range *n.peers.Load() {
-		if id := c.who.Load().id; id > 0 && van.RoleOf(id) == van.Worker {
-			l = append(l, c)
-		}
-	}
-	return l
-}
-
 // refused counts a handshake with peer that failed because of cause, and logs the first of each cause.
 func (n *shared) refused(peer, addr string, cause error) {
 	n.stats.unproved.Add(1)

@@ -459,8 +459,8 @@ func TestHeardBeforeAccepted(t *testing.T) {
 		return of >= 0
 	})
 	for name, before := range map[string]incoming{
-		"one that has ended":         {fd: of, cookie: now.cookie + 1, name: peerName{9, 7}, member: c, taken: 100, gone: true},
-		"one whose end is read late": {fd: of, cookie: now.cookie, name: peerName{id: van.Empty}, gone: true},
+		"one that has ended":         {tcpSocket: tcpSocket{of, now.cookie + 1}, name: peerName{9, 7}, member: c, taken: 100, gone: true},
+		"one whose end is read late": {tcpSocket: tcpSocket{of, now.cookie}, name: peerName{id: van.Empty}, gone: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			g.mu.Lock()

@@ -15,6 +15,18 @@ type tcpSocket struct {
 	cookie uint64
 }
 
+// cookieOf returns the cookie of the socket with descriptor fd, 0 if there is none.
+func cookieOf(fd int) uint64 {
+	cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
+	if err != nil {
+		return 0
+	}
+	return cookie
+}
+
+// is reports whether the descriptor refers to the socket now.
+func (s tcpSocket) is() bool { return s.cookie != 0 && cookieOf(s.fd) == s.cookie }
+
 // use calls f with a descriptor of the socket, if fd still refers to it.
 func (s tcpSocket) use(f func(fd int)) {
 	dup, err := unix.FcntlInt(uintptr(s.fd), unix.F_DUPFD_CLOEXEC, 0)
@@ -26,7 +38,7 @@ func (s tcpSocket) use(f func(fd int)) {
 	default:
 		return
 	}
-	if cookie, err := unix.GetsockoptUint64(dup, unix.SOL_SOCKET, unix.SO_COOKIE); err == nil && cookie == s.cookie {
+	if (tcpSocket{dup, s.cookie}).is() {
 		f(dup)
 	}
 }
