@@ -253,10 +253,11 @@ class Attention(_Side):
     def _exchanges(self, form, stage, layer):
         made = form.exchanges.get(layer)
         if made is None:
-            made = form.exchanges[layer] = []
+            made = []
             for server, inputs, output in zip(self.peers, form.inputs, form.outputs):
                 keys = [_key(DATA, self.rank, stage, layer, form.index * TENSORS + i) for i in range(len(inputs))]
                 made.append(f.prepare(inputs, keys, [output], keys[:1], servers=[server]))
+            form.exchanges[layer] = made  # after an error in the loop, the next call makes all of them
         return made
 
     def send(self, stage, tensors, layer=0):
@@ -280,12 +281,17 @@ class Attention(_Side):
                 for buffer, t in zip(inputs, tensors):
                     _raw(buffer[:end - begin]).copy_(_raw(t[begin:end]))
         self._rounds[stage] = round_
-        for i in range(len(self.peers)):
-            try:
-                if i not in self._lost:  # for a lost peer recv repeats the handshake first
-                    self._start(round_, i)
-            except f.ConnectionError:
-                self._lost.add(i)  # recv starts it again, or raises the error
+        try:
+            for i in range(len(self.peers)):
+                try:
+                    if i not in self._lost:  # for a lost peer recv repeats the handshake first
+                        self._start(round_, i)
+                except f.ConnectionError:
+                    self._lost.add(i)  # recv starts it again, or raises the error
+        except BaseException:
+            del self._rounds[stage]
+            self._cancel(stage, round_)
+            raise
 
     def _queue(self, stage, tensors, rows, layer):
         """Queues a send in the current stream."""
@@ -348,8 +354,12 @@ class Attention(_Side):
 
     @staticmethod
     def _start(round_, i):
-        round_.exchanges[i].start(rows=round_.rows[i])
-        round_.started[i] = True
+        round_.started[i] = True  # before the call: a signal's exception may follow it
+        try:
+            round_.exchanges[i].start(rows=round_.rows[i])
+        except f.Error:
+            round_.started[i] = False
+            raise
 
     def recv(self, stage, out=None, timeout_ms=None):
         """Returns the answer to the last send of this stage: a tensor with the same number of
