@@ -31,6 +31,7 @@ __all__ = ["Exchange", "prepare"]
 
 _exchanges = weakref.WeakValueDictionary()  # by number; numbers are not reused
 _numbers = itertools.count(1)
+_LONGEST = 1 << 40  # the largest timeout_ms of Exchange.wait
 
 
 class Exchange:
@@ -41,6 +42,7 @@ class Exchange:
         self.number = next(_numbers)
         self.rows = -1  # of the latest round
         self.started = False  # and not waited for yet
+        self.waits = 0  # calls of wait under way
         _exchanges[self.number] = self
 
     def start(self, rows=-1):
@@ -98,11 +100,16 @@ def _start(exchange, push, pull, rows=-1):
 
 def _wait(exchange, push, pull, timeout_ms=15000):
     x = _exchange(exchange)
+    if not 0 <= timeout_ms <= _LONGEST:  # the exchange would refuse it: the round is still in flight
+        raise f.ValueError("stepaf: timeout_ms is %d, want 0 to %d milliseconds" % (timeout_ms, _LONGEST))
+    x.waits += 1
     try:
         x.exchange.wait(timeout_ms)
     except f.Error:
-        x.started = False  # the round has ended, or was canceled
+        x.started = x.started and x.waits > 1  # the round has ended, or was canceled, unless another thread waits for it
         raise
+    finally:
+        x.waits -= 1
     x.started = False
     _bring(pull, x.pull, x.rows, "pull")
 

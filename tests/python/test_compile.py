@@ -1,6 +1,9 @@
 """torch.ops.stepaf: prepared exchanges inside torch.compile, without a break in its graph."""
 
+import importlib.util
+import os
 import shutil
+from unittest import mock
 
 import pytest
 
@@ -8,6 +11,8 @@ torch = pytest.importorskip("torch", reason="torch.compile is PyTorch's")
 from torch import library  # noqa: E402
 
 new = pytest.mark.skipif(not hasattr(library, "register_fake"), reason="PyTorch %s is too old: fserver.ops needs 2.4" % torch.__version__)
+
+import fserver_lib as f  # noqa: E402
 
 ROUNDS = 4
 
@@ -60,6 +65,8 @@ def compiled_worker(n):
         x.wait()
     push.fill_(3)
     x.start()
+    with n.raises(ValueError, "timeout_ms is -1"):
+        x.wait(-1)
     with n.raises((), "started already"):  # and the tensors in flight are not changed
         torch.ops.stepaf.start(x.number, [torch.zeros_like(push)], [pull])
     assert bool((push == 3).all())
@@ -96,6 +103,70 @@ def test_compile(cluster):
         backends.append("inductor")
     c = cluster(lib="torch", env={"STEPAF_START_TIMEOUT": "120"})  # its import takes long
     c.run(compiled_worker, adding_server, args=backends, timeout=400)
+
+
+@pytest.fixture
+def ops(monkeypatch):
+    """The code of fserver.ops, without its operators. Any PyTorch will do."""
+    monkeypatch.setattr(library, "register_fake", mock.Mock(), raising=False)
+    monkeypatch.setattr(library, "Library", mock.Mock())
+    monkeypatch.setattr(torch, "Tag", mock.Mock(), raising=False)
+    import fserver
+
+    spec = importlib.util.spec_from_file_location("ops", os.path.join(os.path.dirname(fserver.__file__), "ops.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class OneRound:
+    """A prepared exchange whose wait() waits for `then`, unless another call of it waits already."""
+
+    def __init__(self):
+        self.waits, self.then = False, lambda: None
+
+    def start(self, rows):
+        pass
+
+    def wait(self, timeout_ms):
+        if self.waits:
+            raise f.ValueError("another thread waits")
+        self.waits = True
+        try:
+            self.then()
+        finally:
+            self.waits = False
+
+
+def test_wait_that_ends_no_round(ops):
+    """While a round is in flight, start() with other tensors does not copy them to those that are being sent."""
+    push, pull = torch.full((4,), 3.0), torch.zeros(4)
+    x = ops.Exchange(OneRound(), [push], [pull])
+
+    def in_flight():
+        with pytest.raises(f.Error, match="started already"):
+            ops._start(x.number, [torch.zeros(4)], [pull])
+        assert bool((push == 3).all())
+
+    def another_waits():
+        in_flight()
+        with pytest.raises(f.ValueError, match="another thread waits"):
+            ops._wait(x.number, [push], [pull])
+        in_flight()
+
+    ops._start(x.number, [push], [pull])
+    for bad in (-1, -1 << 63, (1 << 40) + 1):
+        with pytest.raises(f.ValueError, match="timeout_ms is %d, want 0 to" % bad):
+            ops._wait(x.number, [push], [pull], bad)
+        in_flight()
+    x.exchange.then = another_waits
+    ops._wait(x.number, [push], [pull], 1 << 40)
+    ops._start(x.number, [torch.zeros(4)], [pull])
+    x.exchange.then = mock.Mock(side_effect=f.TimeoutError("late"))  # cancels the round
+    with pytest.raises(f.TimeoutError, match="late"):
+        ops._wait(x.number, [push], [pull])
+    ops._start(x.number, [torch.ones(4)], [pull])
+    assert bool((push == 1).all())
 
 
 @pytest.mark.skipif(hasattr(library, "register_fake"), reason="this PyTorch has what fserver.ops needs")
