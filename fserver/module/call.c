@@ -103,7 +103,9 @@ int64_t sf_slice(int64_t ms, uint64_t start) {
   return left >= SLICE_MS ? SLICE_MS : left > 0 ? left : 0;
 }
 
-int sf_not_ours(void) { return PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception); }
+int sf_not_ours(void) {
+  return PyErr_Occurred() != NULL && (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError));
+}
 
 int sf_pardon(void) {
   if (sf_not_ours()) return -1;

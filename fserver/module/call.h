@@ -36,8 +36,8 @@ PyObject *sf_raise(sf_error *e);
 // of sf_now.
 int64_t sf_slice(int64_t ms, uint64_t start);
 
-// Reports whether an exception is set, such as KeyboardInterrupt, that must not be replaced by an exception of this
-// module.
+// Reports whether an exception is set, such as KeyboardInterrupt or MemoryError, that must not be replaced by an
+// exception of this module.
 int sf_not_ours(void);
 
 // Clears the exception of a step that may fail, if one is set. Returns 0, or -1 if the exception must not be replaced;

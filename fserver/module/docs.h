@@ -31,7 +31,7 @@
 	"\n" \
 	"All errors are fserver_lib.Error, a RuntimeError. The classes TimeoutError,\n" \
 	"ConnectionError, ValueError and TypeError are subclasses of the built-in ones too, so\n" \
-	"\"except TimeoutError\" works."
+	"\"except TimeoutError\" works. Python's own MemoryError and KeyboardInterrupt stay as they are."
 
 #define DOC_INIT \
 	"init($module, path='', /, *, timeout_ms=None)\n--\n\n" \

@@ -256,7 +256,10 @@ static int numpy_in(PyObject *o, sf_tensor *t, label *name, int writable) {
   PyObject *typestr = PyDict_GetItemString(d, "typestr"), *shape = PyDict_GetItemString(d, "shape");
   PyObject *data = PyDict_GetItemString(d, "data"), *strides = PyDict_GetItemString(d, "strides"); // all borrowed
   PyObject *text = typestr != NULL && PyUnicode_Check(typestr) ? PyUnicode_AsUTF8String(typestr) : NULL;
-  if (text == NULL) PyErr_Clear(); // not a str, or not valid UTF-8
+  if (PyErr_Occurred() && sf_pardon() < 0) { // the text is not valid UTF-8
+    rc = -1;
+    goto out;
+  }
   if (text == NULL || shape == NULL || !PyTuple_Check(shape) || data == NULL || !PyTuple_Check(data) || PyTuple_Size(data) != 2)
     goto out;
   PyOS_snprintf(type, sizeof type, "%s", PyBytes_AsString(text));

@@ -104,6 +104,30 @@ def test_stop_without_init():
             f.stop(**named)
 
 
+class NoMemory:
+    """An argument whose every use fails for lack of memory."""
+
+    def _act(self, *_, **__):
+        raise MemoryError("mine")
+
+    __index__ = __len__ = __getitem__ = __bool__ = __dlpack__ = _act
+    __array_interface__ = property(_act)
+
+
+WITHOUT_MEMORY = [
+    ("wait", (NoMemory(),)), ("wait", (0, NoMemory())), ("poll", (NoMemory(),)), ("get_batch", (), dict(timeout_ms=NoMemory())),
+    ("get_batch", (), dict(any=NoMemory())), ("respond", ([], NoMemory())), ("respond", (NoMemory(), 0)), ("respond", ([NoMemory()], 0)),
+    ("push_pull", ([], [], [], []), dict(servers=NoMemory())), ("push_pull", ([], [], [], []), dict(servers=[NoMemory()])),
+    ("register_recv_buffer", (NoMemory(), [0], [1])), ("Communicator", (), dict(id=NoMemory())),
+]
+
+
+@pytest.mark.parametrize("name,positional,named", [(*c, {})[:3] for c in WITHOUT_MEMORY], ids=range(len(WITHOUT_MEMORY)))
+def test_without_memory(name, positional, named):
+    with pytest.raises(MemoryError, match="mine"):
+        getattr(f, name)(*positional, **named)
+
+
 def sequences_worker(n):
     f, lib = n.f, n.lib
     import numpy as np

@@ -137,7 +137,7 @@ def test_what_a_tensor_offers(cluster):
     assert names == [name for name in ("complex32", "bits8", "int4") if hasattr(torch, name)]
 
 
-# An exception of Python's own, such as Ctrl-C, passes through the calls that ask a tensor for its
+# An exception of Python's own, such as Ctrl-C or a lack of memory, passes through the calls that ask a tensor for its
 # properties. Other exceptions become ours.
 
 class Steps:
@@ -154,7 +154,7 @@ class Steps:
 
 def interrupted(n, steps, push, min_steps):
     """Pushes push repeatedly, with an exception at each step."""
-    for kind in (KeyboardInterrupt, SystemExit, ZeroDivisionError):
+    for kind in (KeyboardInterrupt, SystemExit, MemoryError, ZeroDivisionError):
         for step in range(1, 100):
             steps.left, steps.error = step, kind
             try:
