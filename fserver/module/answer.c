@@ -15,32 +15,27 @@ typedef struct {
   PyObject_HEAD sf_answer *a;
 } answer_object;
 
-sf_answer *answer_state(Py_ssize_t n) {
-  sf_answer *a = malloc(sizeof *a);
-  if (a == NULL) {
-    PyErr_NoMemory();
-    return NULL;
-  }
-  a->left = (int32_t)n;
-  a->holds = 1;
-  a->waiters = 0;
-  return a;
-}
-
 void sf_answer_drop(sf_answer *a) {
   if (__atomic_sub_fetch(&a->holds, 1, __ATOMIC_ACQ_REL) == 0) free(a);
 }
 
-PyObject *answer_out(sf_answer *a) {
+PyObject *answer_make(Py_ssize_t n) {
+  sf_answer *a = malloc(sizeof *a);
+  if (a == NULL) return PyErr_NoMemory();
+  a->left = (int32_t)n;
+  a->holds = 1;
+  a->waiters = 0;
   allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)answer_class, Py_tp_alloc);
   answer_object *o = (answer_object *)alloc((PyTypeObject *)answer_class, 0);
   if (o == NULL) {
-    sf_answer_drop(a);
+    free(a);
     return NULL;
   }
   o->a = a;
   return (PyObject *)o;
 }
+
+sf_answer *answer_state(PyObject *o) { return ((answer_object *)o)->a; }
 
 static void answer_dealloc(PyObject *o) {
   PyTypeObject *type = Py_TYPE(o);

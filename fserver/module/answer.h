@@ -10,10 +10,11 @@
 // Adds the class Answer to the module.
 int answer_init(PyObject *module);
 
-// Creates the state of an answer of n tensors. Returns NULL with an exception.
-sf_answer *answer_state(Py_ssize_t n);
+// Creates an Answer of n tensors, for sf_respond. It is created before the answer is sent, so that a lack of memory is
+// not an error of an answer that was sent. Returns NULL with an exception.
+PyObject *answer_make(Py_ssize_t n);
 
-// Creates an Answer from a state that sf_respond has accepted. It takes over the caller's reference.
-PyObject *answer_out(sf_answer *a);
+// Returns the state of an Answer.
+sf_answer *answer_state(PyObject *o);
 
 #endif

@@ -175,21 +175,25 @@ static PyObject *collect(PyObject *self, PyObject *args, PyObject *kw, int kind)
   int32_t gpu = gpu_of(outs, nout);
   if (gpu < 0) gpu = gpu_of(ins, nin);
   if (gpu >= 0 && tensor_stream(gpu, &stream) < 0) goto out;
+  result = sf_handle_object(operation_class, 0); // before the call: a lack of memory must not be an error of a call that has begun
+  if (result == NULL) goto out;
   int rc;
   for (;;) {
     Py_BEGIN_ALLOW_THREADS rc = sf_comm_call(at, kind, outs, (int)nout, ins, (int)nin, stream, root, (char *)reduction, &task, &e);
     Py_END_ALLOW_THREADS if (rc != SF_PENDING) break;
-    if (make_group() < 0) goto out;
+    if (make_group() < 0) {
+      Py_CLEAR(result);
+      goto out;
+    }
   }
   nout = nin = 0; // Go has taken over the owners
-  if (rc != SF_DONE) {
-    sf_raise(&e);
-    goto out;
-  }
-  result = sf_handle_object(operation_class, task);
-  if (result != NULL) {
+  if (rc == SF_DONE) {
+    ((sf_handle *)result)->at = task;
     Py_INCREF(self);
     ((sf_handle *)result)->held[0] = self; // a dropped communicator ends its calls
+  } else {
+    Py_CLEAR(result);
+    sf_raise(&e);
   }
 out:
   Py_XDECREF(text);

@@ -8,10 +8,10 @@
 PyObject *sf_handle_object(PyObject *class, uint64_t at) {
   allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)class, Py_tp_alloc);
   PyObject *o = alloc((PyTypeObject *)class, 0);
-  if (o == NULL)
-    sf_handle_drop(at);
-  else
+  if (o != NULL)
     ((sf_handle *)o)->at = at;
+  else if (at != 0)
+    sf_handle_drop(at);
   return o;
 }
 

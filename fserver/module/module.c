@@ -317,15 +317,15 @@ static PyObject *py_respond(PyObject *self, PyObject *args, PyObject *kw) {
     tensors_drop(ts, n);
     return NULL;
   }
-  sf_answer *answer = answer_state(n);
+  PyObject *answer = answer_make(n);
   if (answer == NULL) {
     tensors_drop(ts, n);
     return NULL;
   }
-  int rc = respond(id, ts, n, stream, answer, &e);
+  int rc = respond(id, ts, n, stream, answer_state(answer), &e);
   free(ts);
-  if (rc == SF_DONE) return answer_out(answer);
-  sf_answer_drop(answer);
+  if (rc == SF_DONE) return answer;
+  Py_DECREF(answer);
   return sf_raise(&e);
 }
 
