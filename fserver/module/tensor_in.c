@@ -302,10 +302,14 @@ out:
   return rc;
 }
 
-// Frees the DLPack tensor of a capsule that this module has consumed.
+// Frees the DLPack tensor of a capsule that this module has consumed. The deleter may be Python code, which must not see
+// an exception that is being raised.
 static void delete_taken(PyObject *capsule) {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
   dl_managed *m = PyCapsule_GetPointer(capsule, TAKEN);
   if (m->deleter != NULL) m->deleter(m);
+  PyErr_Restore(type, value, trace);
 }
 
 // Calls __dlpack__. For an array on a GPU it passes the stream in which Python's work on that GPU is queued; the

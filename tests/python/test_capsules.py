@@ -1,6 +1,10 @@
 """DLPack capsules made by hand, of kinds that no installed array library exports."""
 
 import ctypes
+import gc
+
+import fserver_lib as f
+import pytest
 
 c = ctypes
 
@@ -134,3 +138,20 @@ def views_server(n):
 
 def test_views(cluster, lib):
     cluster(lib=lib).run(views_worker, views_server)
+
+
+def test_deleter_during_an_exception():
+    """A deleter in Python does not replace the exception during which the capsule is freed."""
+    for call, error, words in (
+            (lambda good: f.push_pull([good, object()], [1, 2], [], []), f.TypeError, r"push_tensors\[1\]"),
+            (lambda good: f.push_pull([good], [2**64], [], []), f.ValueError, r"push_keys\[0\]"),
+            (lambda good: f.respond([good, None], 0), f.TypeError, r"tensors\[1\]"),
+            (lambda good: f.all_reduce(good, good), f.Error, "init")):
+        good = Array((4,), data=bytes(16), code=2)
+        with pytest.raises(error, match=words):
+            call(good)
+        good.capsule = None
+        with pytest.raises(f.Error, match="init"):
+            f.stats()  # every call drops what earlier ones have left
+        gc.collect()
+        assert good.deleted > 0
