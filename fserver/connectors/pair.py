@@ -621,6 +621,7 @@ class FFN(_Side):
         self._expected = {}
         self._answers = {}
         self._seen = set()  # ranks that have sent a batch
+        self._arrived = collections.deque()  # batches that are received and not yet examined
         self._wrong = collections.deque()  # errors that recv will raise
         self._known = set()  # ranks with a handshake; with layers=1 since the last error
         self._order = 0
@@ -720,14 +721,30 @@ class FFN(_Side):
             if [(t.dtype, t.shape[1:]) for t in i.tensors] != [(t.dtype, t.shape[1:]) for t in first.tensors]:
                 raise Mismatch("%s: stage %d, layer %d: attention %d sent %s, attention %d %s" % (
                     self, stage, first.layer, first.rank, _shapes(first.tensors), i.rank, _shapes(i.tensors)))
-        return Batch(self, stage, items)
+        try:
+            return Batch(self, stage, items)
+        except BaseException:  # without memory for the joined rows, the next call returns them
+            for i in items:
+                self._slots.setdefault((stage, i.rank), i)
+            raise
 
     def _pump(self, end, late, missing):
-        """Receives batches. end is the caller's limit; the missing part must arrive until late."""
+        """Receives and examines batches. After an exception that is no Mismatch, the next call continues with the rest of them."""
+        if not self._arrived:
+            self._await(end, late, missing)
+        while self._arrived:
+            try:
+                self._receive(*self._arrived.popleft())
+            except Mismatch as e:
+                self._wrong.append(e)  # the other batches are kept
+        self._tell()
+
+    def _await(self, end, late, missing):
+        """Waits for batches. end is the caller's limit; the missing part must arrive until late."""
         over = bool(missing) and late is not None and time.monotonic() >= late
         first = min((t for t in (end, late) if t is not None), default=None)
         try:
-            batches = f.get_batch(any=True, timeout_ms=1 if over else _left(first))
+            self._arrived.extend(f.get_batch(any=True, timeout_ms=1 if over else _left(first)))
         except f.Finished as e:  # a SystemExit, which a thread of an engine would not report
             raise f.ConnectionError("%s: all attention ranks have left: %s" % (self, e)) from e
         except f.TimeoutError:
@@ -736,13 +753,6 @@ class FFN(_Side):
                 raise f.TimeoutError("%s: %s: timed out (limit %d ms)" % (self, missing, self.timeout_ms)) from None
             if end is not None and time.monotonic() >= end:
                 raise
-            return
-        for handler, tensors, keys in batches:
-            try:
-                self._receive(handler, tensors, keys)
-            except Mismatch as e:
-                self._wrong.append(e)  # the other batches are kept
-        self._tell()
 
     def _tell(self):
         """Raises the errors of received batches, one at a time, before a batch is returned."""

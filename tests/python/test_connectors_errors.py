@@ -1,5 +1,8 @@
 """fserver.connectors: errors in the middle of a call leave both sides usable."""
 
+import os
+from unittest import mock
+
 import harness
 import pytest
 
@@ -8,8 +11,9 @@ if "torch" not in harness.libraries():
 
 import torch
 
+import fserver
 import fserver_lib as f
-from fserver.connectors import Attention, pair
+from fserver.connectors import FFN, Attention, cluster, pair
 
 WIDTH = 8
 ERRORS = (f.Error, f.ValueError, MemoryError, KeyboardInterrupt)
@@ -80,3 +84,54 @@ def test_prepare_fails(attention, monkeypatch, error):
         attention.send(0, x)
     attention.send(0, x)
     assert attention.recv(0).shape == x.shape
+
+
+def batch_of(rank, handler, kind=pair.DATA, stage=0):
+    tensor = torch.full((2, WIDTH), float(rank)) if kind == pair.DATA else torch.ones(1, dtype=torch.uint8)
+    return handler, [tensor], [pair._key(kind, rank, stage)]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_receive_fails(monkeypatch, error):
+    """An error about one of several batches, or Ctrl-C, does not lose the batches that were received with it."""
+    received, answered = [[batch_of(0, 1), batch_of(1, 2, pair.CONTROL), batch_of(1, 3)]], []
+
+    def respond(tensors, handler, need_event=False):
+        answered.append(handler)
+        if handler == 2:
+            raise error("mine")
+
+    monkeypatch.setattr(pair.f, "get_batch", lambda **kw: received.pop())
+    monkeypatch.setattr(pair.f, "respond", respond)
+    side = FFN(0, 2, 1, width=WIDTH, dtype=torch.float32, layers=2)
+    with pytest.raises(error, match="mine"):
+        side.recv()
+    batch = side.recv()
+    assert batch.ranks == [0, 1] and batch.tensors[0].tolist() == [[0.0] * WIDTH] * 2 + [[1.0] * WIDTH] * 2
+    batch.respond(batch.tensors[0])
+    assert answered == [2, 1, 3]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_join_of_rows_fails(monkeypatch, error):
+    """Without memory for the rows of all ranks, recv can be called again."""
+    monkeypatch.setattr(pair.f, "get_batch", mock.Mock(side_effect=[[batch_of(0, 1), batch_of(1, 2)]]))
+    monkeypatch.setattr(pair.torch, "cat", mock.Mock(side_effect=[error("mine"), torch.zeros(4, WIDTH)]))
+    side = FFN(0, 2, 1, width=WIDTH, dtype=torch.float32, layers=2)
+    with pytest.raises(error, match="mine"):
+        side.recv()
+    assert side.recv().ranks == [0, 1]
+
+
+def test_scheduler_does_not_start(monkeypatch):
+    """The limit of an attempt that could not start the scheduler does not apply to later ones."""
+    seen = []
+    monkeypatch.setattr(cluster, "listening", lambda *args: False)
+    monkeypatch.setattr(cluster, "start_scheduler", mock.Mock(side_effect=OSError("no processes left")))
+    monkeypatch.setattr(fserver, "init", lambda timeout_ms: seen.append(os.environ.get("STEPAF_START_TIMEOUT")))
+    with mock.patch.dict(os.environ):
+        os.environ.pop("STEPAF_START_TIMEOUT", None)
+        with pytest.raises(OSError, match="no processes left"):
+            cluster.join("ffn", 0, 1, 1, timeout_ms=1000)
+        cluster.join("ffn", 0, 1, 1, scheduler="no", timeout_ms=9000)
+    assert seen == ["9"]
