@@ -58,9 +58,9 @@ def join(role, rank, attention, ffn, host="127.0.0.1", port=8123, device=0, tran
     if limits:
         os.environ["STEPAF_START_TIMEOUT"] = str(max(1, min(-(-timeout_ms // 1000), 604800)))
     child = None
-    if scheduler == "auto" and role == "ffn" and rank == 0 and not listening(host, port):
-        child = start_scheduler()
     try:
+        if scheduler == "auto" and role == "ffn" and rank == 0 and not listening(host, port):
+            child = start_scheduler()
         f.init(timeout_ms=timeout_ms)
     except BaseException:
         if child is not None:  # without this rank the scheduler would not end
