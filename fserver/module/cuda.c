@@ -23,8 +23,9 @@ PyObject *sf_py_map_pinned_tensor(PyObject *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "OO:map_pinned_tensor", &tensor, &device)) return NULL;
   if (sf_enter() < 0 || sf_int64_arg(device, "device_index", &id) < 0 || tensor_in(tensor, &t, "tensor", -1, 0) < 0) return NULL;
   PyObject *keeper = t.owner;
-  if (sf_map_pinned(&t, id, &e) == SF_DONE)
-    r = tensor_over(&t, keeper);
+  int rc;
+  Py_BEGIN_ALLOW_THREADS rc = sf_map_pinned(&t, id, &e); // the first call initializes CUDA
+  Py_END_ALLOW_THREADS if (rc == SF_DONE) r = tensor_over(&t, keeper);
   else
     sf_raise(&e);
   Py_DECREF(keeper);
@@ -44,9 +45,10 @@ static PyObject *signal_stream(int what, PyObject *first, const char *first_name
   sf_tensor a, b;
   sf_error e = {0, NULL};
   uint64_t stream;
-  int failed = 1;
+  int failed = 1, rc;
   if (sf_enter() < 0) return NULL;
-  if (sf_need_cuda(&e) != SF_DONE) return sf_raise(&e);
+  Py_BEGIN_ALLOW_THREADS rc = sf_need_cuda(&e); // the first call initializes CUDA
+  Py_END_ALLOW_THREADS if (rc != SF_DONE) return sf_raise(&e);
   if (counter(first, first_name, &a) < 0) return NULL;
   if (second == NULL || counter(second, "seq", &b) == 0) {
     if (tensor_stream(a.device_id, &stream) == 0) {
@@ -83,9 +85,17 @@ PyObject *sf_py_seq_add_one(PyObject *self, PyObject *args) {
 static PyObject *notify_start(PyObject *o, PyObject *noargs) {
   sf_handle *n = (sf_handle *)o;
   sf_error e = {0, NULL};
+  uint64_t at = 0;
+  int rc;
   (void)noargs;
   if (sf_enter() < 0) return NULL;
-  if (n->at == 0 && sf_notify_new(&n->at, &e) != SF_DONE) return sf_raise(&e);
+  if (n->at != 0) Py_RETURN_NONE;
+  Py_BEGIN_ALLOW_THREADS rc = sf_notify_new(&at, &e); // initializes CUDA and allocates pinned memory
+  Py_END_ALLOW_THREADS if (rc != SF_DONE) return sf_raise(&e);
+  if (n->at == 0)
+    n->at = at;
+  else // another thread was faster
+    sf_handle_drop(at);
   Py_RETURN_NONE;
 }
 
@@ -97,7 +107,8 @@ static PyObject *notify_stream(PyObject *o, int what, int64_t handler) {
   uint64_t id = sf_at(o);
   int32_t device;
   int rc;
-  if (sf_notify_device(id, &device, &e) != SF_DONE) return sf_raise(&e);
+  Py_BEGIN_ALLOW_THREADS rc = sf_notify_device(id, &device, &e); // the first call may allocate pinned memory
+  Py_END_ALLOW_THREADS if (rc != SF_DONE) return sf_raise(&e);
   if (tensor_stream(device, &stream) < 0) return NULL;
   Py_BEGIN_ALLOW_THREADS rc = sf_notify_stream(id, what, handler, stream, &e);
   Py_END_ALLOW_THREADS if (rc != SF_DONE) return sf_raise(&e);
