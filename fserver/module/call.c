@@ -55,16 +55,19 @@ int sf_enter(void) {
   return 0;
 }
 
-int sf_int64_arg(PyObject *o, const char *what, int64_t *out) {
+int sf_int64_arg(PyObject *o, const char *what, int64_t *out) { return sf_int64_item(o, what, -1, out); }
+
+int sf_int64_item(PyObject *o, const char *what, Py_ssize_t i, int64_t *out) {
+  char name[64];
   PyObject *n = PyNumber_Index(o);
   if (n == NULL) {
-    if (!sf_not_ours()) PyErr_Format(sf_error_type, "%s is %R, want an int", what, o);
+    if (!sf_not_ours()) PyErr_Format(sf_error_type, "%s is %R, want an int", sf_name(name, sizeof name, what, i), o);
     return -1;
   }
   long long v = PyLong_AsLongLong(n);
   Py_DECREF(n);
   if (v == -1 && PyErr_Occurred()) {
-    PyErr_Format(sf_error_value, "%s is %R, want an int that fits in 64 bits", what, o);
+    PyErr_Format(sf_error_value, "%s is %R, want an int that fits in 64 bits", sf_name(name, sizeof name, what, i), o);
     return -1;
   }
   *out = v;

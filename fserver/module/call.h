@@ -49,6 +49,7 @@ const char *sf_name(char *buf, size_t n, const char *what, Py_ssize_t i);
 
 // Each of these reads an argument and returns 0, or -1 with an exception that names the argument.
 int sf_int64_arg(PyObject *o, const char *what, int64_t *out);
+int sf_int64_item(PyObject *o, const char *what, Py_ssize_t i, int64_t *out);
 int sf_uint64_arg(PyObject *o, const char *what, Py_ssize_t i, uint64_t *out);
 
 // A bool. If o is NULL, *out stays as it is.

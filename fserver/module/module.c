@@ -437,7 +437,7 @@ static PyObject *py_register_recv_buffer(PyObject *self, PyObject *args) {
     goto out;
   }
   for (Py_ssize_t i = 0; i < n; i++)
-    if (sf_int64_arg(PyTuple_GetItem(rank_items, i), "worker_ranks", &rs[i]) < 0 ||
+    if (sf_int64_item(PyTuple_GetItem(rank_items, i), "worker_ranks", i, &rs[i]) < 0 ||
         sf_uint64_arg(PyTuple_GetItem(key_items, i), "push_keys", i, &ks[i]) < 0)
       goto out;
   if (tensor_in(tensor, &t, "tensor", -1, 1) < 0) goto out;

@@ -64,7 +64,7 @@ int sf_ranks_arg(PyObject *o, const char *what, int64_t **out, Py_ssize_t *n) {
   *out = calloc((size_t)*n + 1, sizeof **out);
   int failed = *out == NULL;
   if (failed) PyErr_NoMemory();
-  for (Py_ssize_t i = 0; !failed && i < *n; i++) failed = sf_int64_arg(PyTuple_GetItem(items, i), what, &(*out)[i]) < 0;
+  for (Py_ssize_t i = 0; !failed && i < *n; i++) failed = sf_int64_item(PyTuple_GetItem(items, i), what, i, &(*out)[i]) < 0;
   Py_DECREF(items);
   if (failed) {
     free(*out);

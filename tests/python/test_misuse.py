@@ -37,6 +37,11 @@ def worker(n):
             ((t[:1], [1], p, [3, 3, 4, 5]), ValueError, ("pull tensors 0 and 1", "key 3", "server 0"))):
         with n.raises(classes, *words):
             f.push_pull(*arguments)
+    for bad in ("1", 1.5, None):
+        with n.raises(TypeError, "servers[1] is %r, want an int" % (bad,)):
+            f.push_pull(t[:1], [1], [], [], servers=[0, bad])
+    with n.raises(ValueError, "servers[1] is %s, want an int that fits" % big):
+        f.push_pull(t[:1], [1], [], [], servers=[0, 2**64])
     for call, arguments in ((f.get_batch, ()), (f.respond, ([], 0)), (f.respond_vec, (t[0], [], [])),
                             (f.register_recv_buffer, (p[0], [0], [1]))):
         with n.raises((), call.__name__.replace("_vec", ""), "server", "worker 0"):
@@ -91,6 +96,8 @@ def server(n):
             f.get_batch(timeout_ms=bad)
     with n.raises((), "handler 0"):
         f.respond([], 0)
+    with n.raises(TypeError, "worker_ranks[1] is '1', want an int"):
+        f.register_recv_buffer(tensors(n, 1)[0], [0, "1"], [1, 2])
     (handler, (t,), _), = f.get_batch()
     for bad in (handler + 1, 2**63, 2**64 - 1, 2**64, -1, -2**100):
         with n.raises(ValueError, "handler"):
