@@ -441,6 +441,10 @@ static PyObject *py_register_recv_buffer(PyObject *self, PyObject *args) {
         sf_uint64_arg(PyTuple_GetItem(key_items, i), "push_keys", i, &ks[i]) < 0)
       goto out;
   if (tensor_in(tensor, &t, "tensor", -1, 1) < 0) goto out;
+  if (tensors_keep(&t, 1) < 0) {
+    Py_DECREF((PyObject *)t.owner);
+    goto out;
+  }
   int rc; // RDMA registers the memory, which takes a while
   Py_BEGIN_ALLOW_THREADS rc = sf_register(&t, rs, ks, (int)n, &e);
   Py_END_ALLOW_THREADS if (rc != SF_DONE) {

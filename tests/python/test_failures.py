@@ -1,6 +1,8 @@
 """Failures while tensors are read, created and answered with. No batch is lost."""
 
 import ctypes
+import gc
+import weakref
 
 import arrays
 import pytest
@@ -304,3 +306,40 @@ def test_batches_come_again(cluster):
     pytest.importorskip("torch", reason="replaces a function of PyTorch's")
     *_, sizes = cluster(workers=2, lib="torch").run(again_worker, again_server)
     assert max(sizes[20:]) < max(sizes[:20]) + 8 * BIG, [s >> 20 for s in sizes]
+
+
+# A tensor that gets other memory ("t.data = ...") does not take the registered memory with it.
+
+def other_memory_worker(n):
+    n.listen()
+    n.f.wait(n.f.push_pull([tensor(n, 1)], [1], [], []))
+
+
+def other_memory_server(n):
+    torch = n.lib.torch
+
+    class Memory(bytearray):
+        """Memory that weak references can point to."""
+
+    memory = Memory(64)
+    kept, t = weakref.ref(memory), torch.frombuffer(memory, dtype=torch.uint8)
+    del memory
+    n.f.register_recv_buffer(t, [0], [1])
+    t.data = torch.zeros(SIZE, dtype=torch.uint8)
+    gc.collect()
+    assert kept() is not None, "the registered memory was freed"
+    n.tell("registered")
+    (handler, _, _), = n.f.get_batch()
+    n.f.respond([], handler)
+    assert bytes(kept()) == arrays.pattern(1, "uint8", SIZE) and n.lib.bytes(t) == bytes(64)
+
+
+def test_registered_memory_stays(cluster):
+    torch = pytest.importorskip("torch", reason="its tensors can get other memory")
+    if not hasattr(torch, "frombuffer"):
+        pytest.skip("this PyTorch cannot use the memory of an object")
+    c = cluster(lib="torch")
+    (w,), (s,) = c.start(other_memory_worker, other_memory_server)
+    assert s.hear() == "registered", s.report()
+    w.tell("go on")
+    c.finish()
