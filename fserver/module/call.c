@@ -123,9 +123,12 @@ int sf_by_position(PyObject *args, PyObject *kw, Py_ssize_t least, Py_ssize_t mo
   return 1;
 }
 
-int sf_bool_arg(PyObject *o, int *out) {
+int sf_bool_arg(PyObject *o, const char *what, int *out) {
   int yes = o != NULL ? PyObject_IsTrue(o) : *out;
-  if (yes >= 0) *out = yes;
+  if (yes >= 0)
+    *out = yes;
+  else if (!sf_not_ours())
+    PyErr_Format(sf_error_type, "%s is %R, want a bool", what, o);
   return yes < 0 ? -1 : 0;
 }
 

@@ -53,7 +53,7 @@ int sf_int64_item(PyObject *o, const char *what, Py_ssize_t i, int64_t *out);
 int sf_uint64_arg(PyObject *o, const char *what, Py_ssize_t i, uint64_t *out);
 
 // A bool. If o is NULL, *out stays as it is.
-int sf_bool_arg(PyObject *o, int *out);
+int sf_bool_arg(PyObject *o, const char *what, int *out);
 
 // A time limit in milliseconds; None is -1.
 int sf_timeout_arg(PyObject *o, int64_t *out);

@@ -184,7 +184,7 @@ static PyObject *py_fileno(PyObject *self, PyObject *args, PyObject *kw) {
   sf_error e = {0, NULL};
   (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "|$O:fileno", names, &any_arg)) return NULL;
-  if (sf_enter() < 0 || sf_bool_arg(any_arg, &any) < 0) return NULL;
+  if (sf_enter() < 0 || sf_bool_arg(any_arg, "any", &any) < 0) return NULL;
   threads_fill_standard(); // the program may have closed these descriptors since init()
   int fd = sf_fileno(any, &e);
   if (fd == SF_FAILED) return sf_raise(&e);
@@ -258,7 +258,7 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
   (void)self;
   if (!sf_by_position(args, kw, 0, 0, NULL) && !PyArg_ParseTupleAndKeywords(args, kw, "|$OOO:get_batch", names, &timeout, &any_arg, &max))
     return NULL;
-  if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0 || sf_bool_arg(any_arg, &any) < 0) return NULL;
+  if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0 || sf_bool_arg(any_arg, "any", &any) < 0) return NULL;
   if (any) most = 0;
   if (max != NULL && max != Py_None) {
     if (sf_int64_arg(max, "max_batches", &most) < 0) return NULL;
@@ -309,7 +309,7 @@ static PyObject *py_respond(PyObject *self, PyObject *args, PyObject *kw) {
   sf_error e = {0, NULL};
   (void)self;
   if (!sf_by_position(args, kw, 2, 3, a) && !PyArg_ParseTupleAndKeywords(args, kw, "OO|O:respond", names, &a[0], &a[1], &a[2])) return NULL;
-  if (sf_bool_arg(a[2], &need_event) < 0 || sf_enter() < 0 || sf_uint64_arg(a[1], "handler", -1, &id) < 0) return NULL;
+  if (sf_bool_arg(a[2], "need_event", &need_event) < 0 || sf_enter() < 0 || sf_uint64_arg(a[1], "handler", -1, &id) < 0) return NULL;
   sf_tensor *ts = tensors_in(a[0], "tensors", NULL, NULL, 0, &n);
   if (ts == NULL) return NULL;
   uint64_t stream = SF_COMPLETE;

@@ -79,7 +79,7 @@ int request_in(PyObject *args, PyObject *kw, const char *format, request *r) {
   int need_event = 1;
   if (!sf_by_position(args, kw, 4, 5, a) && !PyArg_ParseTupleAndKeywords(args, kw, format, names, &a[0], &a[1], &a[2], &a[3], &a[4], &a[5]))
     return -1;
-  if (sf_bool_arg(a[4], &need_event) < 0) return -1;
+  if (sf_bool_arg(a[4], "need_event", &need_event) < 0) return -1;
   int rc = request_of(a[0], a[1], a[2], a[3], a[5], "servers", 0, r);
   r->need_event = need_event;
   return rc;

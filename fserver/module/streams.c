@@ -28,7 +28,7 @@ PyObject *sf_py_prepare_streams(PyObject *self, PyObject *args, PyObject *kw) {
   int host = 0;
   (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "OOOO|$OOOO:prepare_streams", names, &a[0], &a[1], &a[2], &a[3], &a[4], &a[5], &a[6], &a[7])) return NULL;
-  if ((a[5] != NULL && sf_timeout_arg(a[5], &timeout) < 0) || (a[6] != NULL && sf_timeout_arg(a[6], &round) < 0) || (a[7] != NULL && sf_bool_arg(a[7], &host) < 0)) return NULL;
+  if ((a[5] != NULL && sf_timeout_arg(a[5], &timeout) < 0) || (a[6] != NULL && sf_timeout_arg(a[6], &round) < 0) || (a[7] != NULL && sf_bool_arg(a[7], "host", &host) < 0)) return NULL;
   if (request_of(a[0], a[1], a[2], a[3], a[4], "peers", 1, &r) < 0) return NULL;
   if (request_keep(&r) < 0) return NULL;
   int32_t device = request_gpu(&r);
@@ -59,7 +59,7 @@ static PyObject *streams_send(PyObject *o, PyObject *args, PyObject *kw) {
   PyObject *arg = NULL;
   int need_event = 1;
   if (!sf_by_position(args, kw, 0, 1, &arg) && !PyArg_ParseTupleAndKeywords(args, kw, "|O:send", names, &arg)) return NULL;
-  if (sf_bool_arg(arg, &need_event) < 0) return NULL;
+  if (sf_bool_arg(arg, "need_event", &need_event) < 0) return NULL;
   if (!need_event && !x->host) {
     PyErr_SetString(sf_error_value, "need_event is False, want True: the stream sends, unless prepare_streams() was given host=True");
     return NULL;

@@ -128,6 +128,22 @@ def test_without_memory(name, positional, named):
         getattr(f, name)(*positional, **named)
 
 
+class NoBool:
+    def __bool__(self):
+        raise ArithmeticError("several values")
+
+    def __repr__(self):
+        return "NoBool"
+
+
+@pytest.mark.parametrize("name,positional,named", [
+    ("push_pull", ([], [], [], [], NoBool()), {}), ("prepare", ([], [], [], []), dict(need_event=NoBool())), ("respond", ([], 0), dict(need_event=NoBool())),
+    ("get_batch", (), dict(any=NoBool())), ("fileno", (), dict(any=NoBool())), ("prepare_streams", ([], [], [], []), dict(host=NoBool()))])
+def test_bool(name, positional, named):
+    with pytest.raises(f.TypeError, match="%s is NoBool, want a bool" % next(iter(named), "need_event")):
+        getattr(f, name)(*positional, **named)
+
+
 def sequences_worker(n):
     f, lib = n.f, n.lib
     import numpy as np
