@@ -27,7 +27,8 @@ static PyObject *wait_job(void) {
     sf_error e = {0, NULL};
     int rc;
     Py_BEGIN_ALLOW_THREADS rc = sf_job(SLICE_MS, &e);
-    Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);
+    Py_END_ALLOW_THREADS if (rc != SF_PENDING) sf_drain_dropped(); // stop() releases memory, and there may be no later call
+    if (rc == SF_FAILED) return sf_raise(&e);
     if (rc == SF_DONE) Py_RETURN_NONE;
     if (PyErr_CheckSignals() < 0) {
       Py_BEGIN_ALLOW_THREADS sf_cancel();

@@ -70,6 +70,32 @@ def test_refused_registration(cluster):
     c.finish()
 
 
+# stop() drops the references to tensors whose request has ended meanwhile.
+
+def stopping_worker(n):
+    (x, gone_x), (y, gone_y) = held(8), held(8)
+    n.f.push_pull([x], [1], [y], [1])
+    del x, y
+    n.announce("in stop")
+    n.f.stop()
+    gc.collect()
+    assert gone_x() is None and gone_y() is None
+
+
+def stopping_server(n):
+    (handler, tensors, _), = n.f.get_batch()
+    n.listen()
+    n.f.respond(tensors, handler)
+
+
+def test_stop_releases(cluster):
+    c = cluster(lib="numpy")
+    (worker,), (server,) = c.start(stopping_worker, stopping_server)
+    assert worker.hear() == "in stop"
+    server.tell("answer")
+    c.finish()
+
+
 # The classes of errors about handlers: ValueError for an unknown handler, no more than Error
 # for an answered one.
 
