@@ -94,8 +94,13 @@ def _start(exchange, push, pull, rows=-1):
     if x.started and any(mine.data_ptr() != given.data_ptr() for mine, given in zip(x.push, push)):
         raise f.Error("stepaf: start: the exchange is started already: wait() for that round first, its tensors are being sent")
     _bring(x.push, push, rows, "push")
-    x.exchange.start(None if rows < 0 else rows)
-    x.rows, x.started = rows, True
+    was = x.rows, x.started
+    x.rows, x.started = rows, True  # before the call: a signal's exception may follow it
+    try:
+        x.exchange.start(None if rows < 0 else rows)
+    except f.Error:
+        x.rows, x.started = was
+        raise
 
 
 def _wait(exchange, push, pull, timeout_ms=15000):

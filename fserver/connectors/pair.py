@@ -422,15 +422,16 @@ class Attention(_Side):
     def _cancel(self, stage, round_):
         """Cancels the exchanges of a failed round that are still under way, and tells the FFN
         ranks, so that its rows do not become part of a later batch."""
-        for i, started in enumerate(round_.started):
-            if started:
-                try:
-                    round_.exchanges[i].wait(timeout_ms=1)
-                except f.Error:
-                    pass  # the first error is being raised
-        self._canceled[stage] = {i: self._send_cancel(stage, i) for i in range(len(self.peers))}
+        self._canceled[stage] = dict.fromkeys(range(len(self.peers)))  # first: after another exception, the next send repeats the rest
         if self.layers == 1:  # the FFN side ignores the rest of the old step: it waits for a handshake
             self._lost.update(range(len(self.peers)))
+        for exchange in round_.exchanges:
+            try:
+                exchange.wait(timeout_ms=1)
+            except f.Error:
+                pass  # it was not started, or failed: the first error is being raised
+        for i in range(len(self.peers)):
+            self._canceled[stage][i] = self._send_cancel(stage, i)
 
     def _send_cancel(self, stage, i):
         key = _key(CANCEL, self.rank, stage)

@@ -428,7 +428,7 @@
 	"get_batch() then returns views of the chunk, with the pushed dtype and shape; a\n" \
 	"pushed tensor may be smaller than the chunk. The next push of that key by that\n" \
 	"worker overwrites the chunk, even if Python still refers to a view. The library keeps\n" \
-	"the tensor. Call it right after init(), then barrier(True, True) on both sides, so\n" \
+	"its memory. Call it right after init(), then barrier(True, True) on both sides, so\n" \
 	"that it precedes the first push.\n" \
 	"\n" \
 	"Raises ValueError (lengths differ, elements do not divide evenly, no such worker,\n" \

@@ -169,6 +169,17 @@ def test_wait_that_ends_no_round(ops):
     assert bool((push == 1).all())
 
 
+def test_interrupted_start(ops):
+    """A start that a signal interrupts may have begun the round; one that is refused leaves the round before as it was."""
+    push, pull = torch.full((4,), 3.0), torch.zeros(4)
+    x = ops.Exchange(OneRound(), [push], [pull])
+    for error, started in ((f.ValueError, False), (KeyboardInterrupt, True), (f.ValueError, True)):
+        x.exchange.start = mock.Mock(side_effect=error("mine"))
+        with pytest.raises(error, match="mine"):
+            ops._start(x.number, [push], [pull], 2)
+        assert (x.started, x.rows) == (started, 2 if started else -1)
+
+
 @pytest.mark.skipif(hasattr(library, "register_fake"), reason="this PyTorch has what fserver.ops needs")
 def test_too_old():
     with pytest.raises(ImportError, match="needs PyTorch 2.4"):

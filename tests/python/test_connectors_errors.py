@@ -30,7 +30,8 @@ class Exchange:
     def start(self, rows):
         if self.server == 1 and Exchange.failing:
             raise Exchange.failing.pop()("mine")
-        assert not self.under_way
+        if self.under_way:
+            raise f.Error("started already")
         self.under_way = True
 
     def wait(self, timeout_ms):
@@ -68,6 +69,23 @@ def test_send_fails(attention, error):
         assert attention.recv(0).shape == x.shape
 
 
+def test_interrupted_cancel(attention, monkeypatch):
+    """After a second Ctrl-C, while a failed send cancels its round, one send is refused, and the next ones are not."""
+    x = torch.ones(4, WIDTH)
+    attention.send(0, x)
+    attention.recv(0)
+    with monkeypatch.context() as m:
+        m.setattr(Exchange, "wait", mock.Mock(side_effect=KeyboardInterrupt("second")))
+        Exchange.failing = [KeyboardInterrupt]
+        with pytest.raises(KeyboardInterrupt, match="second"):
+            attention.send(0, x)
+    with pytest.raises(f.Error, match="started already"):
+        attention.send(0, x)
+    for _ in range(2):
+        attention.send(0, x)
+        assert attention.recv(0).shape == x.shape
+
+
 @pytest.mark.parametrize("error", ERRORS)
 def test_prepare_fails(attention, monkeypatch, error):
     """After an error while a layer's exchanges are prepared, the next send prepares all of them."""
@@ -93,7 +111,7 @@ def batch_of(rank, handler, kind=pair.DATA, stage=0):
 
 @pytest.mark.parametrize("error", ERRORS)
 def test_receive_fails(monkeypatch, error):
-    """An error about one of several batches, or Ctrl-C, does not lose the batches that were received with it."""
+    """An error about one of several batches, or Ctrl-C while it is examined, does not lose the batches received with it."""
     received, answered = [[batch_of(0, 1), batch_of(1, 2, pair.CONTROL), batch_of(1, 3)]], []
 
     def respond(tensors, handler, need_event=False):
