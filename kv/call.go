@@ -176,7 +176,10 @@ func (c *call[V]) send(ts int32, i int, keys []Key, vals []V, lens []int32) erro
 	}
 	var l backend.Mem
 	if !c.push {
-		m.Into, v = v, backend.Mem{}
+		if sizeOf[V]() > 1 { // RDMA takes ValLen for bytes, and would register this memory for a late answer, too
+			m.Into = v
+		}
+		v = backend.Mem{}
 	} else if len(lens) > 0 {
 		l = backend.Slice(lens[p.k0:p.k1])
 	}

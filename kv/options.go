@@ -50,8 +50,8 @@ type DoneOption struct {
 }
 
 // Done calls f exactly once when the request has finished: with nil when its values have arrived, otherwise with the
-// error of Wait. f runs before Wait returns, on the transport's goroutine or, if nothing was sent, on the caller's
-// before the call returns. f may make further requests. It must not wait for them, or for anything else that may take
+// error of Wait. f runs before Wait returns, on the transport's goroutine; if nothing was sent, on the caller's before the
+// call returns; at the limit, on a goroutine that ends other calls, too. f may make further requests. It must not wait for them, or for anything else that may take
 // long, since it may run on the goroutine of a Wait that receives from all servers. f is not called if the call
 // itself returns an error. If no Wait waits for the request at its limit, see Within, it ends with postoffice.ErrTimeout.
 func Done(f func(error)) DoneOption { return DoneOption{f: f} }

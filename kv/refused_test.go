@@ -245,33 +245,33 @@ func TestNeitherAnsweredNorRefused(t *testing.T) {
 // TestDoneAtTheLimit: a request with Done and without a Wait ends at its limit, and its servers are notified.
 func TestDoneAtTheLimit(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
-	requests := make(chan kv.Request[float32], 1)
+	requests := make(chan kv.Request[float32], 2)
 	s := serve(t, c.Servers[0], func(r kv.Request[float32]) { requests <- r })
 	simple := make(chan kv.SimpleMessage, 1)
 	s.SimpleApp().Handle(func(m kv.SimpleMessage) { simple <- m })
-	w, err := kv.NewWorker[float32](c.Workers[0], kv.WorkerOptions{Timeout: 50 * time.Millisecond})
+	w, err := kv.NewWorker[float32](c.Workers[0], kv.WorkerOptions{Timeout: 2 * time.Second}) // the requests must arrive before
 	if err != nil {
 		t.Fatal(err)
 	}
-	ended := make(chan error, 1)
+	ended := make(chan error, 3)
 	done := kv.Done(func(err error) { ended <- err })
 	var got []float32
 	for _, request := range []func() (kv.Call, error){
 		func() (kv.Call, error) { return w.Push([]kv.Key{1}, []float32{1}, done) },
-		func() (kv.Call, error) { return w.Pull([]kv.Key{1}, &got, done, kv.Within(60*time.Millisecond)) },
+		func() (kv.Call, error) { return w.Pull([]kv.Key{1}, &got, done, kv.Within(2100*time.Millisecond)) },
 		func() (kv.Call, error) { return w.SimpleApp().Request(1, nil, c.Servers[0].ID(), done) },
 	} {
 		if _, err := request(); err != nil {
 			t.Fatal(err)
 		}
-		fails(t, <-ended, van.ErrTimeout, "no answer from server 0 (id 8)")
-		select {
-		case r := <-requests:
-			<-r.Context().Done()
-		case m := <-simple:
-			<-m.Context().Done()
-		}
 	}
+	for range cap(ended) {
+		fails(t, <-ended, van.ErrTimeout, "no answer from server 0 (id 8)")
+	}
+	for range cap(requests) {
+		<-(<-requests).Context().Done()
+	}
+	<-(<-simple).Context().Done()
 	if _, err := w.Push([]kv.Key{1}, []float32{1}, done, kv.Within(-1)); err != nil {
 		t.Fatal(err)
 	}

@@ -9,6 +9,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
+// minExpiry is the shortest pause between two looks at a request that a Wait waits for.
+const minExpiry = 10 * time.Millisecond
+
 // end ends the use gen of r with van.ErrTimeout unless a Wait waits for it.
 func (r *Request) end(gen uint64) {
 	r.mu.Lock()
@@ -59,7 +62,7 @@ func (q *requests) endExpired() {
 			case at > now:
 				q.endAt(at)
 			case r.waiting: // perhaps only for a while, see WaitSlice
-				q.endAt(now + uint64(r.limit))
+				q.endAt(now + uint64(max(r.limit, minExpiry)))
 			default:
 				expired = append(expired, use{r, r.gen})
 			}

@@ -137,7 +137,7 @@ func (w *window) reserve(nano func() uint64, ts int32, life time.Duration, room 
 			grown += size
 			continue
 		}
-		w.since, w.passed = now, 0
+		w.since, w.passed = now, w.passed-w.size()/2
 	}
 	return grown
 }

@@ -100,6 +100,24 @@ func TestWindowGrows(t *testing.T) {
 	}
 }
 
+// TestWindowAfterPause: a message that was lost after a pause is no duplicate, although the jump after it ends one half and begins the next.
+func TestWindowAfterPause(t *testing.T) {
+	const life, lost = 10, 1
+	w := newWindow(0)
+	for _, x := range []struct {
+		ts  int32
+		now uint64
+	}{{0, 0}, {40_002, 2 * life}, {72_003, 2*life + 1}} {
+		w.reserve(func() uint64 { return x.now }, x.ts, life, maxGrowth)
+		if w.add(x.ts) {
+			t.Errorf("%d is taken for a duplicate", x.ts)
+		}
+	}
+	if w.add(lost) {
+		t.Error("the lost message is taken for a duplicate")
+	}
+}
+
 // TestLostBatch: a request that was lost is delivered when it is sent again, however many timestamps its sender has used since.
 func TestLostBatch(t *testing.T) {
 	f := newFixture(t, Options{Timeout: time.Hour})
