@@ -116,6 +116,13 @@ int sf_pardon(void) {
   return 0;
 }
 
+PyObject *sf_item(PyObject *d, const char *key) {
+  PyObject *name = PyUnicode_FromString(key), *item = name != NULL ? PyDict_GetItemWithError(d, name) : NULL;
+  Py_XDECREF(name);
+  if (item == NULL) (void)sf_pardon();
+  return item;
+}
+
 int sf_by_position(PyObject *args, PyObject *kw, Py_ssize_t least, Py_ssize_t most, PyObject **out) {
   Py_ssize_t n = PyTuple_Size(args);
   if (kw != NULL || n < least || n > most) return 0;

@@ -228,7 +228,7 @@ static int is_masked(PyObject *o) {
   static PyObject *unmasked; // the latest class that is no MaskedArray
   PyObject *class = (PyObject *)Py_TYPE(o);
   if (class == unmasked) return 0;
-  PyObject *ma = PyDict_GetItemString(PyImport_GetModuleDict(), "numpy.ma"); // borrowed; if it is not imported, o is no MaskedArray
+  PyObject *ma = sf_item(PyImport_GetModuleDict(), "numpy.ma"); // if it is not imported, o is no MaskedArray
   PyObject *masked = ma != NULL ? PyObject_GetAttrString(ma, "MaskedArray") : NULL;
   int yes = masked != NULL ? PyObject_IsSubclass(class, masked) : 0;
   Py_XDECREF(masked);
@@ -253,9 +253,15 @@ static int numpy_in(PyObject *o, sf_tensor *t, label *name, int writable) {
     Py_DECREF(d);
     return 1;
   }
-  PyObject *typestr = PyDict_GetItemString(d, "typestr"), *shape = PyDict_GetItemString(d, "shape");
-  PyObject *data = PyDict_GetItemString(d, "data"), *strides = PyDict_GetItemString(d, "strides"); // all borrowed
-  PyObject *text = typestr != NULL && PyUnicode_Check(typestr) ? PyUnicode_AsUTF8String(typestr) : NULL;
+  static const char *const keys[] = {"typestr", "shape", "data", "strides", "__ref"};
+  PyObject *of[5] = {NULL}, *text = NULL;
+  for (int i = 0; i < 5; i++)
+    if ((of[i] = sf_item(d, keys[i])) == NULL && PyErr_Occurred()) {
+      rc = -1;
+      goto out;
+    }
+  PyObject *typestr = of[0], *shape = of[1], *data = of[2], *strides = of[3];
+  text = typestr != NULL && PyUnicode_Check(typestr) ? PyUnicode_AsUTF8String(typestr) : NULL;
   if (PyErr_Occurred() && sf_pardon() < 0) { // the text is not valid UTF-8
     rc = -1;
     goto out;
@@ -265,7 +271,7 @@ static int numpy_in(PyObject *o, sf_tensor *t, label *name, int writable) {
   PyOS_snprintf(type, sizeof type, "%s", PyBytes_AsString(text));
   if ((t->dtype = sf_code_of_numpy(type)) < 0) goto out;
   rc = -1;
-  if (PyDict_GetItemString(d, "__ref") != NULL) { // the memory is freed with d
+  if (of[4] != NULL) { // the memory is freed with d
     PyErr_Format(sf_error_type, "%s is %R, which has no memory of its own, want an array: use numpy.array", named(name), (PyObject *)Py_TYPE(o));
     goto out;
   }
@@ -295,10 +301,10 @@ static int numpy_in(PyObject *o, sf_tensor *t, label *name, int writable) {
   t->owner = o;
   rc = 0;
 out:
-  PyErr_Fetch(&typestr, &shape, &data); // keep an exception across the decrements
+  PyErr_Fetch(&of[0], &of[1], &of[2]); // keep an exception across the decrements
   Py_XDECREF(text);
   Py_DECREF(d);
-  PyErr_Restore(typestr, shape, data);
+  PyErr_Restore(of[0], of[1], of[2]);
   return rc;
 }
 

@@ -48,8 +48,8 @@ static int find_parts(PyObject *m, torch_parts *p) {
 int torch_ready(void) {
   if (sf_torch.tensor != NULL) return 1;
   torch_parts p = {0};
-  PyObject *m = PyDict_GetItemString(PyImport_GetModuleDict(), "torch"); // borrowed, as the dict
-  if (m == NULL) return 0;
+  PyObject *m = sf_item(PyImport_GetModuleDict(), "torch");
+  if (m == NULL) return PyErr_Occurred() ? -1 : 0;
   Py_INCREF(m);
   int rc = find_parts(m, &p);
   Py_DECREF(m);

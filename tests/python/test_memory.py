@@ -1,5 +1,7 @@
 """A lack of memory in Python: a call that raises MemoryError has done nothing, and may be made again."""
 
+import functools
+
 import pytest
 
 pytest.importorskip("numpy", reason="its arrays are read without PyTorch's code")
@@ -24,6 +26,24 @@ def without(allocation, call):
     return (result, False) if result is not None else (call(), True)
 
 
+def strided_worker(n):
+    """Without memory for the name of its part, an array that is not contiguous is not taken for one that is."""
+    array = n.lib.make("uint8", (32,), bytes(range(32)))[::2]
+
+    class Strided:  # NumPy 1 crashes when it has no memory for the dict
+        __array_interface__ = array.__array_interface__
+
+    strided = Strided()
+    pull, failed = n.lib.zeros("uint8", SIZE), 0
+    for i in range(ALLOCATIONS):
+        try:
+            without(i, functools.partial(n.f.push_pull, [strided], [1], [pull], [1]))  # Python 3.11 needs memory to call a lambda
+        except n.f.ValueError:  # without memory it may have no text
+            failed += 1
+    assert failed == ALLOCATIONS
+    answered_worker(n)
+
+
 def answered_worker(n):
     for i in range(ALLOCATIONS):
         pull = n.lib.zeros("uint8", SIZE)
@@ -43,3 +63,7 @@ def answering_server(n):
 
 def test_respond(cluster):
     cluster(lib="numpy").run(answered_worker, answering_server)
+
+
+def test_strides(cluster):
+    cluster(lib="numpy").run(strided_worker, answering_server)
