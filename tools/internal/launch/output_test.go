@@ -96,7 +96,7 @@ func TestChildEndsWithoutReader(t *testing.T) {
 	for _, c := range []struct {
 		name, worker string
 		status       int
-	}{{"failure", "say line; exit 3", 3}, {"success", "say line", 1}} {
+	}{{"failure", "say line; say last; exit 3", 3}, {"success", "say line", 1}} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			workers, others := newVisits(t), newVisits(t)
@@ -114,6 +114,8 @@ func TestChildEndsWithoutReader(t *testing.T) {
 			close(out.until)
 			if err := <-done; exit.Status(err) != c.status || !slices.Contains(out.lines(), "[worker 0] line") {
 				t.Errorf("%v, with %q; want status %d and the worker's line", err, out.lines(), c.status)
+			} else if c.name == "failure" && !strings.Contains(err.Error(), "\n    last") {
+				t.Errorf("%v, want the last line, too", err)
 			}
 		})
 	}

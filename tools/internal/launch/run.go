@@ -1,7 +1,6 @@
 package launch
 
 import (
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -160,11 +159,11 @@ func (r *run) exited(e ended) {
 	switch {
 	case !e.ok && !r.stopped:
 		r.first = e.at
-		r.fail(exit.With(e.status, r.describe(e)))
+		r.fail(exit.With(e.status, failure{e}))
 	case !e.ok && e.at.Before(r.first):
 		// Its output ended later than that of the children that failed because of it.
 		r.first = e.at
-		r.result = exit.With(e.status, r.describe(e))
+		r.result = exit.With(e.status, failure{e})
 	case r.stopped:
 	case r.grace == nil && !slices.ContainsFunc(r.living, func(p *process) bool { return p.Role == r.primary() }):
 		r.grace = time.After(r.plan.Spec.Grace)
@@ -181,8 +180,10 @@ func (r *run) primary() string {
 	return "scheduler"
 }
 
-// describe returns an error that names a failed process and has its last lines.
-func (r *run) describe(e ended) error {
+// failure is the error of a failed process. Its text has the last lines that were read of the process until then.
+type failure struct{ ended }
+
+func (e failure) Error() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "%s failed: %s", e.p.Name(), e.how)
 	if e.p.Role != "scheduler" {
@@ -197,7 +198,7 @@ func (r *run) describe(e ended) error {
 			b.WriteString("\n    " + l)
 		}
 	}
-	return errors.New(b.String())
+	return b.String()
 }
 
 // fail records the reason of the end, and stops the running children.
