@@ -95,7 +95,7 @@ def _start(exchange, push, pull, rows=-1):
         raise f.Error("stepaf: start: the exchange is started already: wait() for that round first, its tensors are being sent")
     _bring(x.push, push, rows, "push")
     was = x.rows, x.started
-    x.rows, x.started = rows, True  # before the call: a signal's exception may follow it
+    x.rows, x.started = rows, True  # before start(): KeyboardInterrupt may be raised after the round has begun
     try:
         x.exchange.start(None if rows < 0 else rows)
     except f.Error:
@@ -111,7 +111,7 @@ def _wait(exchange, push, pull, timeout_ms=15000):
     try:
         x.exchange.wait(timeout_ms)
     except f.Error:
-        x.started = x.started and x.waits > 1  # the round has ended, or was canceled, unless another thread waits for it
+        x.started = x.started and x.waits > 1  # the round has ended; if another thread waits for it, only this wait was refused
         raise
     finally:
         x.waits -= 1

@@ -176,7 +176,9 @@ func (c *call[V]) send(ts int32, i int, keys []Key, vals []V, lens []int32) erro
 	}
 	var l backend.Mem
 	if !c.push {
-		if sizeOf[V]() > 1 { // RDMA takes ValLen for bytes, and would register this memory for a late answer, too
+		// For RDMA, ValLen is a number of bytes. If it were equal to the length of Into, RDMA would register the memory, which a
+		// late answer could overwrite.
+		if sizeOf[V]() > 1 {
 			m.Into = v
 		}
 		v = backend.Mem{}
@@ -315,7 +317,7 @@ func (c *call[V]) Finished(err error) {
 // release releases the messages and buffers of the call. When it returns, no peer writes to the memory of a pull. After a
 // failure the transport may still be sending the library's copies, which are therefore not reused.
 func (c *call[V]) release(err error) {
-	if r := c.w.revoker; r != nil && err != nil && c.sized && !c.push {
+	if r := c.w.invalidator; r != nil && err != nil && c.sized && !c.push {
 		r.Invalidate(backend.Slice(c.vals)) // a late answer must not be written there
 	}
 	for i := range c.parts {

@@ -36,8 +36,9 @@ type Cmd int32
 func (Cmd) pushOption() {}
 func (Cmd) pullOption() {}
 
-// Within is the limit of a request, counted from it: of Wait, when Wait's context has no
-// deadline, and of a request with Done. It replaces the Timeout of the worker's options; negative means no limit.
+// Within is the time limit of a request, counted from the call that made it. It holds for a Wait whose context has no
+// deadline, and for a request with Done that no Wait waits for. It replaces the Timeout of the worker's options; negative
+// means no limit.
 type Within time.Duration
 
 func (Within) pushOption() {}
@@ -50,10 +51,10 @@ type DoneOption struct {
 }
 
 // Done calls f exactly once when the request has finished: with nil when its values have arrived, otherwise with the
-// error of Wait. f runs before Wait returns, on the transport's goroutine; if nothing was sent, on the caller's before the
-// call returns; at the limit, on a goroutine that ends other calls, too. f may make further requests. It must not wait for them, or for anything else that may take
-// long, since it may run on the goroutine of a Wait that receives from all servers. f is not called if the call
-// itself returns an error. If no Wait waits for the request at its limit, see Within, it ends with postoffice.ErrTimeout.
+// error of Wait. f runs before Wait returns: on the transport's goroutine; on the caller's, before the call returns, if
+// nothing was sent; or, at the limit, on a goroutine that ends other requests, too. f may make further requests. It must
+// not wait for them, or for anything else that may take long, since it may run on the goroutine of a Wait that receives
+// from all servers. f is not called if the call itself returns an error. If no Wait waits for the request at its limit, see Within, it ends with postoffice.ErrTimeout.
 func Done(f func(error)) DoneOption { return DoneOption{f: f} }
 
 func (DoneOption) pushOption()   {}

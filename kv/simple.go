@@ -227,7 +227,7 @@ func (a *SimpleApp) refuse(err error) error {
 var errNotRequest = fmt.Errorf("%w: the message is an answer, want a request", van.ErrInvalid)
 
 // Respond answers a request. Answer each once: the requester drops a second one. After postoffice.ErrQueueFull, the
-// request can still be answered or refused.
+// request can still be answered or refused; unlike that of a Request, it is not refused by Respond.
 func (d SimpleMessage) Respond(body []byte) error {
 	a := d.app
 	if a == nil {

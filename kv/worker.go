@@ -31,16 +31,16 @@ type WorkerOptions struct {
 // Worker pushes values to the servers and pulls them back. All methods are safe
 // for concurrent use.
 type Worker[V Value] struct {
-	node     cluster.App
-	o        WorkerOptions
-	customer *cluster.Customer
-	simple   *SimpleApp
-	servers  []int // node ids by server group rank, ascending
-	ranges   []postoffice.KeyRange
-	revoker  van.Invalidator // nil if no peer writes into the memory of pulls
-	calls    sync.Pool       // of *call[V]
-	copies   sync.Pool       // of *copied[V]
-	skew     skew
+	node        cluster.App
+	o           WorkerOptions
+	customer    *cluster.Customer
+	simple      *SimpleApp
+	servers     []int // node ids by server group rank, ascending
+	ranges      []postoffice.KeyRange
+	invalidator van.Invalidator // nil if no peer writes into the memory of pulls
+	calls       sync.Pool       // of *call[V]
+	copies      sync.Pool       // of *copied[V]
+	skew        skew
 }
 
 // NewWorker makes a worker on node, which must have the worker role. Call it after
@@ -50,7 +50,7 @@ func NewWorker[V Value](node *postoffice.Node, o WorkerOptions) (*Worker[V], err
 		return nil, fmt.Errorf("%w: key-value worker on %s, want a node with role worker", van.ErrInvalid, node.Name())
 	}
 	w := &Worker[V]{node: (*cluster.Node)(node).App(), o: o, simple: newSimpleApp(node, o.AppID, o.Timeout, nil), servers: (*cluster.Node)(node).Topology().ServerInstances(), ranges: node.Topology().ServerKeyRanges()}
-	w.revoker, _ = van.As[van.Invalidator]((*cluster.Node)(node).Van())
+	w.invalidator, _ = van.As[van.Invalidator]((*cluster.Node)(node).Van())
 	c, err := w.node.AddServer(o.AppID, o.CustomerID, w.simple.inbound, func(msg *van.Message) {
 		if !w.simple.takes(msg) {
 			w.node.Rarely("kv: request to a worker").Warn("dropped a request: a key-value worker serves none",

@@ -9,7 +9,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// DefaultTimeout, 15 s, is how long Call.Wait waits when neither its context nor the call's maker has a limit, counted from
+// DefaultTimeout, 15 s, is the limit of a call when neither the context of Call.Wait nor the call's maker has one, counted from
 // the call. Where PS_HEARTBEAT_TIMEOUT asks for longer silences, the limit is that much longer, so that the loss of a peer is
 // reported as ErrPeerLost and not as ErrTimeout.
 const DefaultTimeout = cluster.DefaultTimeout

@@ -37,8 +37,8 @@ longest=(tests/processes tests van/zmq internal/cluster van/local van/rdma tests
 # Their tests wait most of the time, so more packages are tested at once than there are processors.
 processors=$(nproc 2>/dev/null || echo 2)
 
-# The limit of "go test" for a package. A package takes minutes, and several times as long on a machine that is slow or busy.
-# tests/testlimit ends a test that hangs long before.
+# The limit of "go test" for a package, which takes minutes, and several times as long on a slow machine. tests/testlimit ends a test
+# that hangs much earlier.
 backstop=60m
 
 module=$(sed -n 's/^module //p' go.mod)

@@ -354,7 +354,7 @@ class Attention(_Side):
 
     @staticmethod
     def _start(round_, i):
-        round_.started[i] = True  # before the call: a signal's exception may follow it
+        round_.started[i] = True  # before start(): KeyboardInterrupt may be raised after the round has begun
         try:
             round_.exchanges[i].start(rows=round_.rows[i])
         except f.Error:
@@ -422,7 +422,8 @@ class Attention(_Side):
     def _cancel(self, stage, round_):
         """Cancels the exchanges of a failed round that are still under way, and tells the FFN
         ranks, so that its rows do not become part of a later batch."""
-        self._canceled[stage] = dict.fromkeys(range(len(self.peers)))  # first: after another exception, the next send repeats the rest
+        # If an exception ends this method, the next send sends what is missing.
+        self._canceled[stage] = dict.fromkeys(range(len(self.peers)))
         if self.layers == 1:  # the FFN side ignores the rest of the old step: it waits for a handshake
             self._lost.update(range(len(self.peers)))
         for exchange in round_.exchanges:

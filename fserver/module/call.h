@@ -40,7 +40,8 @@ int64_t sf_slice(int64_t ms, uint64_t start);
 // exception of this module.
 int sf_not_ours(void);
 
-// Returns a borrowed reference to d[key]. It is NULL if there is none, or with an exception that must not be replaced.
+// Returns a borrowed reference to d[key]; NULL if d has no such key. If an exception is set then, which must not be
+// replaced, the key could not be looked up.
 PyObject *sf_item(PyObject *d, const char *key);
 
 // Clears the exception of a step that may fail, if one is set. Returns 0, or -1 if the exception must not be replaced;

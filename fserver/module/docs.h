@@ -31,7 +31,7 @@
 	"\n" \
 	"All errors are fserver_lib.Error, a RuntimeError. The classes TimeoutError,\n" \
 	"ConnectionError, ValueError and TypeError are subclasses of the built-in ones too, so\n" \
-	"\"except TimeoutError\" works. Python's own MemoryError and KeyboardInterrupt stay as they are."
+	"\"except TimeoutError\" works. MemoryError and KeyboardInterrupt are raised unchanged."
 
 #define DOC_INIT \
 	"init($module, path='', /, *, timeout_ms=None)\n--\n\n" \
@@ -428,7 +428,7 @@
 	"get_batch() then returns views of the chunk, with the pushed dtype and shape; a\n" \
 	"pushed tensor may be smaller than the chunk. The next push of that key by that\n" \
 	"worker overwrites the chunk, even if Python still refers to a view. The library keeps\n" \
-	"its memory. Call it right after init(), then barrier(True, True) on both sides, so\n" \
+	"the tensor's memory. Call it right after init(), then barrier(True, True) on both sides, so\n" \
 	"that it precedes the first push.\n" \
 	"\n" \
 	"Raises ValueError (lengths differ, elements do not divide evenly, no such worker,\n" \

@@ -16,7 +16,8 @@ typedef struct {
 // Returns Go's handle of an object.
 static inline uint64_t sf_at(PyObject *o) { return ((sf_handle *)o)->at; }
 
-// Makes the object of that class for a handle, which may be 0 and be set later. On failure it drops the handle, and returns NULL with an exception.
+// Makes the object of that class for a handle. The handle may be 0; the caller then sets it later. On failure it drops
+// the handle, and returns NULL with an exception.
 PyObject *sf_handle_object(PyObject *class, uint64_t at);
 
 // sf_handle_dealloc is the tp_dealloc of these classes.

@@ -9,11 +9,11 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// minExpiry is the shortest pause between two looks at a request that a Wait waits for.
+// minExpiry is the shortest time between two checks of a request that a Wait waits for.
 const minExpiry = 10 * time.Millisecond
 
-// end ends the use gen of r with van.ErrTimeout unless a Wait waits for it.
-func (r *Request) end(gen uint64) {
+// timeOut ends r with van.ErrTimeout, unless r has been used again since it had the number gen, or a Wait waits for it.
+func (r *Request) timeOut(gen uint64) {
 	r.mu.Lock()
 	if r.gen != gen || r.waiting {
 		r.mu.Unlock()
@@ -71,7 +71,7 @@ func (q *requests) endExpired() {
 	}
 	q.mu.Unlock()
 	for _, x := range expired {
-		x.r.end(x.gen)
+		x.r.timeOut(x.gen)
 	}
 }
 

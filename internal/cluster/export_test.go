@@ -83,14 +83,15 @@ func (n *Node) EndingCalls() int {
 	return n.ending.waiting
 }
 
-// Refuses is the call because of which this node refuses requests for applications that it does not have, "" if it does not refuse them.
+// Refuses returns the call in which the node's program waits for its end, and because of which the node refuses requests for applications
+// that it does not have. It is "" if the node refuses none.
 func (n *Node) Refuses() string {
 	n.apps.mu.Lock()
 	defer n.apps.mu.Unlock()
 	return n.apps.endingCall
 }
 
-// BeginEnding makes a call wait as startEnding does. It calls before first, while no other call can change the refusal.
+// BeginEnding calls the function before, and then makes call wait as startEnding does. No other call can change the refusal meanwhile.
 func (n *Node) BeginEnding(call string, before func()) {
 	n.apps.mu.Lock()
 	defer n.apps.mu.Unlock()

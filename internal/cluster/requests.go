@@ -33,7 +33,7 @@ type requests struct {
 	newest   int                    // index of the next one; never wraps, used modulo keepFinished
 	timers   []*time.Timer          // for waiting
 	expiry   *time.Timer            // calls endExpired; nil before the first Expire
-	endsAt   uint64                 // clock.Now at which it does; 0: not set
+	endsAt   uint64                 // the time, as of clock.Now, for which expiry is set; 0: not set
 	failures failures               // of forgotten requests
 
 	unreported   int // requests in finished

@@ -37,7 +37,7 @@ const (
 	// lockedOfNode is that of a node without peers.
 	lockedPerPeer = 512 << 10
 	lockedOfNode  = 1 << 20
-	// LeastLocked is that of a node with one peer.
+	// LeastLocked is the memory that a node with one peer registers before there is a tensor.
 	LeastLocked = lockedOfNode + lockedPerPeer
 )
 

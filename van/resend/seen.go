@@ -17,7 +17,7 @@ import (
 const (
 	windowSize = 1 << 16       // timestamps of one stream: 8 KiB
 	maxWindow  = 1 << 23       // likewise, after growth: 1 MiB
-	maxGrowth  = 2 * maxWindow // of all windows of a process together, in timestamps
+	maxGrowth  = 2 * maxWindow // of all windows of one process of a peer together, in timestamps
 	maxStreams = 64            // streams of one peer
 	maxPeers   = 256           // more only if they are connected
 	maxLives   = 2             // processes of one peer
@@ -119,9 +119,8 @@ func (w *window) add(ts int32) bool {
 	return was
 }
 
-// reserve grows w by at most room timestamps before ts is added, if needed so that w forgets no timestamp within life of its receipt. A
-// forgotten timestamp precedes the last complete half of the window, so w is large enough if each half takes life. reserve returns
-// the growth.
+// reserve is called before add(ts). It doubles w while top advances by half of w in less time than life, so that w remembers each
+// timestamp for at least life. w grows by room timestamps at most; reserve returns the growth.
 func (w *window) reserve(nano func() uint64, ts int32, life time.Duration, room int) (grown int) {
 	ahead := int(w.ahead(ts & math.MaxInt32))
 	if !w.any || ahead <= 0 || ahead >= maxWindow {
@@ -172,7 +171,7 @@ func (p *peer) isOtherProcess(from uint32) bool {
 
 // memory records the received messages of all peers.
 type memory struct {
-	life  time.Duration // a message is not sent again later than this after it was sent first
+	life  time.Duration // no message is sent again later than this after it was sent first
 	mu    sync.Mutex
 	peers map[int]*peer
 }

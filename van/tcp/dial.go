@@ -114,7 +114,7 @@ func (d *dialer) keep(n *peer, c *outConn) *outConn {
 			return nil
 		case errors.Is(err, errRefused):
 			p.failed(n, err)
-			n.over.Store(false) // before the connection: Send must not send over the van inside
+			n.over.Store(false) // before conn: a Send that finds no connection must not use the van inside
 			n.conn.CompareAndSwap(c, nil)
 			d.n.log.Error("a peer takes no data of this process any more", "peer", n.name(), "addr", n.addr, "err", err)
 			return nil

@@ -25,7 +25,8 @@ func hopeless(err error) bool {
 	return errors.Is(err, errRefused) || auth.IsUnproved(err) || errors.Is(err, van.ErrClosed)
 }
 
-// sendInside sends msg over the van inside if data to n goes there, and reports false if there is a connection by now, or n has refused one.
+// sendInside sends msg over the van inside if data to n goes there. It reports false if there is a connection by now, or n has refused
+// one.
 func (v *Van) sendInside(n *peer, msg *van.Message) (sent bool, err error) {
 	n.inside.RLock()
 	defer n.inside.RUnlock()

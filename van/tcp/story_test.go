@@ -408,7 +408,8 @@ func replacementStory(t *testing.T, seed uint64) {
 		}
 	}
 	var connecting atomic.Int32 // the last process that the server has learned of, or learns of now
-	type process struct {       // a node compares incarnations, and drops what a former process sent; the deliveries of one process do not overlap
+	// Deliveries of one process do not overlap. A message of a former process may follow: a node compares incarnations, and drops it.
+	type process struct {
 		last    int
 		arrived chan struct{}
 	}

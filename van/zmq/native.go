@@ -432,8 +432,8 @@ func cBool(b bool) C.int {
 	return 0
 }
 
-// account counts the unsent bytes of one peer. Its memory in C is freed when Go has no reference to the account, and libzmq no message
-// of the peer: libzmq may release a message long after its connection was closed.
+// account counts the unsent bytes of one conn. Its memory in C is freed when Go has no reference to the account, and libzmq has released
+// all messages that it counts, which may be long after their connection was closed.
 type account struct{ c *C.sa_acct }
 
 // messageCost is the approximate memory of a message besides its bytes: libzmq's parts and allocations.

@@ -170,8 +170,8 @@ func (r *receiver) accept(msg *van.Message) (deliver bool) {
 	return false
 }
 
-// take counts a message with the sender name, of size bytes. It reports false if the message must be dropped. c is the connection to that
-// node, if any; member reports whether the sender is the member.
+// take notes the sender, the origin and the time of a message, and counts its size bytes. It reports false if the budget for unknown
+// senders refuses the message. c is the connection to the node with that name, if any; member reports whether the sender is c's process.
 func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, member bool, size int) bool {
 	msg.Sender, msg.Origin = name.id, van.OriginUnknown
 	if msg.IsControl() {
@@ -188,7 +188,8 @@ func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, me
 	return r.in.flow.arrived(msg)
 }
 
-// keep queues a message that arrived before its sender was admitted, and reports whether it did.
+// keep makes msg the owner of its frames. If the sender is not admitted yet, or earlier messages of it are queued, keep queues msg. It
+// reports whether it did.
 func (r *receiver) keep(msg *van.Message, name peerName, c *conn, member bool) bool {
 	msg.Adopt(&r.pool, msg.Native())
 	if r.router && c != nil && msg.Request && c.incarnation == name.incarnation && c.answers.Load() == undecided {

@@ -156,7 +156,7 @@ void sa_settle(sa_acct *acct, int64_t bytes) {
 static void release(void *data, void *hint) {
   (void)data;
   counted *c = hint;
-  if (c->own > 0) sa_settle(c->acct, c->own); // other parts may be released later, when the account is freed
+  if (c->own > 0) sa_settle(c->acct, c->own); // the account may be freed before the other parts are released
   counted_free(c);
 }
 
@@ -232,7 +232,7 @@ int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int sel
     n++;
   }
   for (int i = 0; i <= nframes; i++, n++) {
-    int last = i == nframes; // it owns the bytes of all parts
+    int last = i == nframes; // the last part counts the bytes of all parts
     if (!last && len[i] < SA_MAP_FROM) {
       if (copy_part(&part[n], data[i], len[i]) != 0) goto nomem;
       continue;

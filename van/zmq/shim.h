@@ -15,8 +15,8 @@
 // Frames of the largest message to send: destination and sender, meta, data.
 #define SA_MAX_SEND (SA_MAX_DATA + 3)
 
-// The account of one peer: its unsent bytes, and SA_OPEN as long as Go refers to it. libzmq's threads subtract the bytes that
-// they release, also after the socket was closed.
+// An account of unsent bytes. unsent is their number, and SA_OPEN more as long as Go refers to the account. libzmq's threads
+// subtract the bytes that they release, also after the socket was closed.
 typedef struct {
   int64_t unsent;
 } sa_acct;

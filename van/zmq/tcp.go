@@ -15,7 +15,7 @@ type tcpSocket struct {
 	cookie uint64
 }
 
-// cookieOf returns the cookie of the socket with descriptor fd, 0 if there is none.
+// cookieOf returns the cookie of the socket with descriptor fd, 0 if fd is no socket.
 func cookieOf(fd int) uint64 {
 	cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
 	if err != nil {

@@ -495,7 +495,7 @@ func TestMemlock(t *testing.T) {
 	}{
 		{math.MaxUint64, "0", nil, OK, "no limit"},
 		{65536, "0000000000004000", nil, OK, "CAP_IPC_LOCK"},
-		{65536, "0000000000002000", nil, Warn, "the limit is 64.0 KiB, and a node registers 1.5 MiB"},
+		{65536, "0000000000002000", nil, Warn, "the limit is 64.0 KiB, and a node with one peer registers 1.5 MiB"},
 		{65536, "nonsense", nil, Warn, "64.0 KiB"},
 		{1 << 30, "0", nil, Warn, "beyond it cannot be registered"},
 		{limits.LeastLocked, "0", nil, Warn, "beyond it cannot be registered"},

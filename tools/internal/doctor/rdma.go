@@ -232,8 +232,8 @@ func (x *rdmaExam) port(d verbs.DeviceInfo, p verbs.PortInfo) Finding {
 	return f
 }
 
-// lockedMemory compares the limit of locked memory with the need of the smallest node. The finding about limits has the need in the
-// configured cluster.
+// lockedMemory compares the limit of locked memory with the need of a node with one peer. The finding "limits" compares it with the need
+// in the configured cluster.
 func (x *rdmaExam) lockedMemory(context.Context) []Finding {
 	if x.stack == nil || len(x.sysDevices()) == 0 {
 		return nil
@@ -249,7 +249,7 @@ func (x *rdmaExam) lockedMemory(context.Context) []Finding {
 	case x.capable(capIPCLock):
 		f.Text = "the limit of " + size(limit) + " does not apply: this process has CAP_IPC_LOCK"
 	case limit < limits.LeastLocked:
-		f.Status, f.Text, f.Remedy = x.orFail(Warn), fmt.Sprintf("the limit is %s, and a node registers %s besides its tensors", size(limit), size(limits.LeastLocked)), remedy
+		f.Status, f.Text, f.Remedy = x.orFail(Warn), fmt.Sprintf("the limit is %s, and a node with one peer registers %s besides its tensors", size(limit), size(limits.LeastLocked)), remedy
 	default:
 		f.Status, f.Text, f.Remedy = Warn, "the limit is "+size(limit)+": tensors and buffers beyond it cannot be registered", remedy
 	}

@@ -82,8 +82,9 @@ func (p *process) signal(s syscall.Signal) {
 	}
 }
 
-// wait waits for the end of the child, kills the other processes of its group, and reads the rest of its output. If that cannot be
-// printed, since the launcher's output has no reader, wait returns nevertheless, unless the output may show a failure.
+// wait waits for the end of the child, kills the other processes of its group, and reads the rest of its output. If the launcher's
+// output has no reader, wait returns after drainTime and sayTime, before the rest is printed; it waits without a limit if the child
+// succeeded and --fail-on may find a failure in its output.
 func (p *process) wait() ended {
 	waitExit(p.cmd.Process.Pid)
 	at := time.Now()

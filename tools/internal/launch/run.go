@@ -45,7 +45,7 @@ func Run(plan *Plan, streams Streams, signals <-chan os.Signal, lookup func(stri
 	defer release()
 	started := slices.Clone(r.living)
 	r.loop(signals)
-	for _, p := range started { // the reader takes the last lines, however late
+	for _, p := range started { // all output is printed, even if its reader is late
 		<-p.printed
 	}
 	if r.said != nil {
