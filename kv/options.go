@@ -54,7 +54,8 @@ type DoneOption struct {
 // error of Wait. f runs before Wait returns: on the transport's goroutine; on the caller's, before the call returns, if
 // nothing was sent; or, at the limit, on a goroutine that ends other requests, too. f may make further requests. It must
 // not wait for them, or for anything else that may take long, since it may run on the goroutine of a Wait that receives
-// from all servers. f is not called if the call itself returns an error. If no Wait waits for the request at its limit, see Within, it ends with postoffice.ErrTimeout.
+// from all servers. f is not called if the call itself returns an error. If no Wait waits for the request at its limit
+// (see Within), the request ends with postoffice.ErrTimeout.
 func Done(f func(error)) DoneOption { return DoneOption{f: f} }
 
 func (DoneOption) pushOption()   {}

@@ -32,6 +32,16 @@ func (r *request) Answer(int, int, *van.Message) error { return nil }
 func (r *request) Finished(err error)                  { r.finished <- err }
 func (r *request) Recycle()                            { r.recycled <- nil }
 
+// opened opens a request of x to the first server.
+func opened(t testing.TB, x *cluster.Customer) *request {
+	t.Helper()
+	r := newRequest()
+	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
 // customer makes a customer on the first worker of c.
 func customer(t testing.TB, c *testcluster.Cluster) *cluster.Customer {
 	t.Helper()
@@ -65,10 +75,7 @@ func TestTimestampsWrap(t *testing.T) {
 // TestTwoWaits: of two concurrent waits for one request one is refused, and the other one gets its result.
 func TestTwoWaits(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
-	r := newRequest()
-	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
-		t.Fatal(err)
-	}
+	r := opened(t, x)
 	results := make(chan error, 2)
 	for range cap(results) {
 		go func() { results <- x.Wait(t.Context(), r.First(), 20*time.Second) }()
@@ -145,10 +152,7 @@ func TestOneRequestWithoutAnswer(t *testing.T) {
 // TestLimitCountsFromTheBegin: the limit of a request is not that of each wait for it.
 func TestLimitCountsFromTheBegin(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
-	r := newRequest()
-	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
-		t.Fatal(err)
-	}
+	r := opened(t, x)
 	r.Age(time.Hour)
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
@@ -160,10 +164,7 @@ func TestLimitCountsFromTheBegin(t *testing.T) {
 // TestSlicesOfASpinningWait: a wait in slices ends with its slice, also when waits spin without limit.
 func TestSlicesOfASpinningWait(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Set: func(c *postoffice.Config) { c.BusyPoll = env.SpinForever }}))
-	r := newRequest()
-	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
-		t.Fatal(err)
-	}
+	r := opened(t, x)
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 	defer cancel()
 	begun := time.Now()
@@ -228,14 +229,7 @@ func TestCloseEndsFinalize(t *testing.T) {
 // between two slices is found by the next one.
 func TestSlices(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
-	open := func() *request {
-		t.Helper()
-		r := newRequest()
-		if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
-			t.Fatal(err)
-		}
-		return r
-	}
+	open := func() *request { return opened(t, x) }
 	wait := func(r *request, limit, slice time.Duration) error {
 		return x.WaitSlice(t.Context(), r.First(), limit, slice)
 	}
@@ -265,10 +259,7 @@ func TestSlices(t *testing.T) {
 func TestBegin(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	for _, fail := range []bool{false, true} {
-		r := newRequest()
-		if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
-			t.Fatal(err)
-		}
+		r := opened(t, x)
 		for n := 1; n <= 2; n++ {
 			if !r.Begin() || r.Busy() != n {
 				t.Fatalf("an open request is begun %d times, want %d", r.Busy(), n)
@@ -329,10 +320,7 @@ func TestLimitOfACall(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
 	call := func(ctx context.Context, limit, age time.Duration) *van.Error {
 		t.Helper()
-		r := newRequest()
-		if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
-			t.Fatal(err)
-		}
+		r := opened(t, x)
 		r.Age(age)
 		err := r.Call(limit).Wait(ctx)
 		var e *van.Error

@@ -63,19 +63,11 @@ func TestDone(t *testing.T) {
 	}
 }
 
-// TestExpire: a request that nobody waits for ends at its limit, and its error names the peer that has not answered. A Wait has its own
-// limit.
+// TestExpire: requests without a Wait end at their limit, and the error names the peer that has not answered. A Wait has its own limit.
 func TestExpire(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	x := customer(t, c)
-	open := func() *request {
-		t.Helper()
-		r := newRequest()
-		if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
-			t.Fatal(err)
-		}
-		return r
-	}
+	open := func() *request { return opened(t, x) }
 	waits, answered, none := open(), open(), open()
 	waited := make(chan error, 1)
 	go func() { waited <- x.Wait(t.Context(), waits.First(), 20*time.Second) }()

@@ -363,10 +363,7 @@ func TestAnswerOfAnother(t *testing.T) {
 	var logged vantest.Log
 	c := testcluster.Start(t, testcluster.Options{Servers: 2, Log: logged.Logger()})
 	x := customer(t, c)
-	r := newRequest()
-	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
-		t.Fatal(err)
-	}
+	r := opened(t, x)
 	answer := func(server int) {
 		t.Helper()
 		m := &van.Message{}
@@ -402,10 +399,7 @@ func TestNotAcknowledged(t *testing.T) {
 		c.Resend, c.ResendTimeout = true, 10*time.Millisecond
 	}})
 	x := customer(t, c)
-	r := newRequest()
-	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
-		t.Fatal(err)
-	}
+	r := opened(t, x)
 	hook.OnSend(func(m *van.Message) hooks.Verdict {
 		if m.IsControl() {
 			return hooks.Pass
@@ -457,16 +451,6 @@ func TestNotAcknowledgedByALostPeer(t *testing.T) {
 			t.Errorf("%d lines say that the request was given up, want one that names server 0 and says %q: %q", len(given), van.ErrPeerLost, given)
 		}
 	}, testcluster.InProc, testcluster.TCP)
-}
-
-// opened makes a request of the first worker's customer to the first server.
-func opened(t testing.TB, x *cluster.Customer) *request {
-	t.Helper()
-	r := newRequest()
-	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
-		t.Fatal(err)
-	}
-	return r
 }
 
 // TestRefused: a worker is notified that its request will not be answered, and its call fails at once; others do not.

@@ -28,7 +28,8 @@
 //   - A receiver remembers the last 65,536 timestamps of each peer, application, customer and
 //     kind of message. If a connected peer uses half of them in less time than that in which a
 //     message may be sent again, the number doubles, up to 8,388,608. Older requests and control
-//     messages count as received: a node numbers them in the order in which it sends them. An older answer is delivered, since requests may be answered in any order; the application
+//     messages count as received: a node numbers them in the order in which it sends them. An
+//     older answer is delivered, since requests may be answered in any order; the application
 //     drops answers that it does not wait for.
 //
 // A C++ node over RDMA writes values directly into registered memory. It also writes a

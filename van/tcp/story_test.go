@@ -227,7 +227,7 @@ func (x *teller) receive(from *teller, m *van.Message) {
 	}
 }
 
-// insideIsCut reports whether connections of the van inside are cut, too. The sender alone is notified of what they lose.
+// insideIsCut reports whether connections of the van inside are cut, too. Only the sender is notified of their losses.
 func insideIsCut(seed uint64) bool { return seed%2 == 0 }
 
 // lastLength is the length of the last message of each kind.
@@ -364,8 +364,8 @@ func runStory(t *testing.T, seed uint64, options func(*van.Options)) {
 }
 
 // TestReplacementStory: processes take each other's place under one id, while the former ones go on to send and connections are cut.
-// The server delivers nothing of a process that it does not know yet, and the messages of each process in order. No process receives
-// what the server sent before it knew that process.
+// The server delivers nothing of a process that it does not know yet, and the messages of each process in order. A process receives
+// nothing that the server sent before it knew the process.
 func TestReplacementStory(t *testing.T) {
 	n := *stories
 	if testing.Short() || vantest.Race {
