@@ -406,10 +406,11 @@ def measure(options, shape, entries):
         names = list(rounds)
         first = i % max(len(names), 1)
         for name in names[first:] + names[:first]:
-            entry, begin = entries[name], time.monotonic()
+            entry, begin, steps = entries[name], time.monotonic(), ""
             engine = Engine(options, name, shape, os.path.join(options.out, "%dA%dF-%s-%d" % (*shape, name, i)))
             try:
                 rounds[name].append(engine.run(begin + options.limit))
+                steps = "; median ms of a step: " + ", ".join("%.3f (%d rows)" % (medians(rounds[name][-1:], batch)[0], batch) for batch in options.batches)
             except Failed as e:
                 refused = NAMES[name] == NAMES["nccl"] and any(r in "\n".join(lines(c.log)) for c in engine.children for r in REFUSALS)
                 entry["refused" if refused else "failed"] = str(e)
@@ -418,7 +419,7 @@ def measure(options, shape, entries):
                 hanging = engine.stop()
             if hanging and name in rounds:
                 entry["hanging"] = hanging
-            print("engines: %dA%dF %s, round %d of %d: %.0f s" % (*shape, name, i + 1, options.rounds, time.monotonic() - begin), file=sys.stderr, flush=True)
+            print("engines: %dA%dF %s, round %d of %d: %.0f s%s" % (*shape, name, i + 1, options.rounds, time.monotonic() - begin, steps), file=sys.stderr, flush=True)
     return rounds
 
 
