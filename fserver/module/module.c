@@ -143,7 +143,12 @@ static PyObject *py_push_pull(PyObject *self, PyObject *args, PyObject *kw) {
   }
   request_free(&r);
   if (h < 0) return sf_raise(&e);
-  return PyLong_FromLongLong(h);
+  PyObject *handler = PyLong_FromLongLong(h);
+  if (handler == NULL) { // the program cannot wait for a request without its number: cancel it
+    Py_BEGIN_ALLOW_THREADS sf_wait(h, 0, SLICE_MS, &e);
+    Py_END_ALLOW_THREADS free(e.text);
+  }
+  return handler;
 }
 
 static PyObject *py_wait(PyObject *self, PyObject *args, PyObject *kw) {

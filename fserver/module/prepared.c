@@ -2,6 +2,8 @@
 
 #include "prepared.h"
 
+#include <stdlib.h>
+
 #include "_cgo_export.h"
 #include "call.h"
 #include "docs.h"
@@ -65,8 +67,13 @@ static PyObject *exchange_start(PyObject *o, PyObject *args, PyObject *kw) {
   }
   if (h == SF_CAPTURED) return PyLong_FromLong(-1);
   if (h < 0) return sf_raise(&e);
-  x->eager = 1;
-  return PyLong_FromLongLong(h);
+  PyObject *handler = PyLong_FromLongLong(h);
+  x->eager = handler != NULL;
+  if (handler == NULL) { // start() fails, so no round may be in flight
+    Py_BEGIN_ALLOW_THREADS sf_exchange_wait(x->handle.at, SF_COMPLETE, 0, SLICE_MS, &e);
+    Py_END_ALLOW_THREADS free(e.text);
+  }
+  return handler;
 }
 
 static PyObject *exchange_wait(PyObject *o, PyObject *args, PyObject *kw) {

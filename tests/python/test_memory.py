@@ -1,6 +1,7 @@
-"""A lack of memory in Python: a call that raises MemoryError has done nothing, and may be made again."""
+"""A lack of memory in Python: a call that raises MemoryError has done nothing, or has canceled what it began, and may be made again."""
 
 import functools
+import select
 
 import pytest
 
@@ -59,6 +60,46 @@ def answering_server(n):
         answer.wait(60000)
         failed += is_again
     assert failed > 0
+
+
+def begun_worker(n):
+    """Without memory for its number, a request is canceled."""
+    arrays = n.lib.make("uint8", SIZE, bytes(16)), n.lib.zeros("uint8", SIZE)
+    x, y = (type("Memory", (), {"__array_interface__": a.__array_interface__})() for a in arrays)  # NumPy 1 crashes when it has no memory for the dict
+    handler = -1
+    while handler < 300:  # Python has the small numbers already
+        handler = n.f.push_pull([x], [1], [y], [1])
+        n.f.wait(handler)
+    failed = 0
+    for i in range(ALLOCATIONS):
+        handler, is_again = without(i, functools.partial(n.f.push_pull, [x], [1], [y], [1]))
+        n.f.wait(handler)
+        failed += is_again
+    assert failed > 0
+    exchange, failed = n.f.prepare([x], [1], [y], [1]), 0
+    for i in range(ALLOCATIONS):
+        handler, is_again = without(i, exchange.start)
+        exchange.wait()
+        failed += is_again
+    assert failed > 0
+    n.f.push_pull([x], [1], [y], [1])
+    while not select.select([n.f.fileno()], [], [], 60)[0]:
+        pass
+    n.f.wait(handler + 2)
+    assert not select.select([n.f.fileno()], [], [], 0)[0], "a request has ended whose number is lost"
+
+
+def begun_server(n):
+    try:
+        while True:
+            for handler, tensors, _ in n.f.get_batch():
+                n.f.respond(tensors, handler)
+    except n.f.Finished:
+        pass
+
+
+def test_push_pull(cluster):
+    cluster(lib="numpy").run(begun_worker, begun_server)
 
 
 def test_respond(cluster):
