@@ -77,7 +77,10 @@ PyObject *sf_py_open_window(PyObject *self, PyObject *args, PyObject *kw) {
   if (signals_arg != NULL && sf_int64_arg(signals_arg, "signals", &signals) < 0) return NULL;
   if (timeout != NULL && sf_timeout_arg(timeout, &ms) < 0) return NULL;
   if (sf_comm_ready(self, &comm, &rank, &ranks) < 0 || (where = where_arg(device, comm)) < 0) return NULL;
-  if (where == SF_CPU && PyObject_HasAttrString(size_arg, "__dlpack__"))
+  PyObject *method = where == SF_CPU ? PyObject_GetAttrString(size_arg, "__dlpack__") : NULL;
+  Py_XDECREF(method);
+  if (method == NULL && sf_pardon() < 0) return NULL;
+  if (method != NULL)
     given = size_arg;
   else if (sf_int64_arg(size_arg, "size", &size) < 0)
     return NULL;

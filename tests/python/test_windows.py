@@ -100,6 +100,14 @@ def test_source_is_kept(cluster):
     cluster(workers=2, servers=1, lib=HOST, env={"BYTEPS_ENABLE_IPC": "0"}).run(source, idle, timeout=120)
 
 
+class NoMemory:
+    """An argument whose attribute cannot be read for lack of memory."""
+
+    @property
+    def __dlpack__(self):
+        raise MemoryError("mine")
+
+
 def misuse(n):
     f, lib = n.f, n.lib
     c, w = opened(n, 64, 2)
@@ -116,6 +124,8 @@ def misuse(n):
                         (lambda: c.open_window("1"), "size"), (lambda: f.Window(), "open_window")):
         with n.raises((f.Error, TypeError), names):
             call()
+    with pytest.raises(MemoryError, match="mine"):
+        c.open_window(NoMemory())
     with n.raises((), "GPU"):
         c.open_window(64, device="cuda")
     c.rebuild()  # the killed rank may have made it fail
