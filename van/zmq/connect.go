@@ -211,7 +211,7 @@ func (v *zvan) openDealer(c *conn, id int) error {
 			return errors.Join(err, z.Close())
 		}
 	}
-	mon, err := newMonitor(v.zctx, z, connEvents)
+	mon, err := v.newMonitor(v.zctx, z, connEvents)
 	if err != nil {
 		return errors.Join(err, z.Close())
 	}

@@ -71,7 +71,7 @@ func newGuard(n *shared, flow *flow, ctx *zmq4.Context, z *zmq4.Socket, port int
 	}
 	g := &guard{n: n, budget: budget, port: port, listens: listener(port), drained: flow.drained.Load, crowd: newCrowd(n), conns: map[int]*incoming{}, poll: os.NewFile(uintptr(ep), "epoll")}
 	if g.raw, err = g.poll.SyscallConn(); err == nil {
-		g.mon, err = newMonitor(ctx, z, zmq4.EVENT_ACCEPTED|zmq4.EVENT_ACCEPT_FAILED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED|zmq4.EVENT_HANDSHAKE_SUCCEEDED|handshakeFailed)
+		g.mon, err = n.newMonitor(ctx, z, zmq4.EVENT_ACCEPTED|zmq4.EVENT_ACCEPT_FAILED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED|zmq4.EVENT_HANDSHAKE_SUCCEEDED|handshakeFailed)
 	}
 	if err != nil {
 		_ = g.poll.Close()

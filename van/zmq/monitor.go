@@ -37,11 +37,9 @@ const connEvents = zmq4.EVENT_CONNECTED | zmq4.EVENT_DISCONNECTED | zmq4.EVENT_H
 // again and again, without a pause.
 const eventQueue = 1 << 16
 
-// monitors numbers the monitors of this process.
-var monitors atomic.Uint64
-
-func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, events zmq4.Event) (*monitor, error) {
-	addr := fmt.Sprintf("inproc://monitor-%d", monitors.Add(1))
+// newMonitor returns a monitor of z, a socket of ctx, the context of this van.
+func (n *shared) newMonitor(ctx *zmq4.Context, z *zmq4.Socket, events zmq4.Event) (*monitor, error) {
+	addr := fmt.Sprintf("inproc://monitor-%d", n.monitors.Add(1))
 	// The pair is connected before the socket can be closed: an event that libzmq reports when it frees a socket waits for
 	// a connected pair, and meanwhile libzmq frees no other sockets.
 	pair, err := ctx.NewSocket(zmq4.PAIR)

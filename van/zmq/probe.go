@@ -68,7 +68,7 @@ func hasSecret(ctx context.Context, zctx *zmq4.Context, n *shared, peer *van.Nod
 	if errors.Join(tune(z), z.SetReconnectIvl(-1), n.curve.client(z)) != nil {
 		return false
 	}
-	mon, err := newMonitor(zctx, z, connEvents)
+	mon, err := n.newMonitor(zctx, z, connEvents)
 	if err != nil {
 		return false
 	}

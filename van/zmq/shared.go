@@ -43,6 +43,8 @@ type shared struct {
 	closed  atomic.Bool
 	classes atomic.Pointer[map[int]int] // traffic classes of peers, see SetTrafficClasses
 	stats   stats
+
+	monitors atomic.Uint64 // monitors made so far; numbers the next one
 }
 
 // proofs is what a node knows of peers that did not prove themselves.

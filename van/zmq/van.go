@@ -144,7 +144,7 @@ func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
 	var g *guard
 	var refusals *monitor
 	if v.cfg.Local {
-		refusals, err = newMonitor(v.zctx, z, handshakeFailed)
+		refusals, err = v.newMonitor(v.zctx, z, handshakeFailed)
 	} else {
 		g, err = newGuard(&v.shared, &v.flow, v.zctx, z, port)
 	}
