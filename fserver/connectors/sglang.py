@@ -54,10 +54,14 @@ def setup(role, rank, *, attention=None, ffn=None, host="127.0.0.1", port=8123, 
     cluster.join(role, rank, attention, ffn, host=host, port=port, device=(device.index or 0) if device.type == "cuda" else 0,
                  transport=transport, scheduler=scheduler, timeout_ms=init_timeout_ms)
     common = dict(width=width, dtype=dtype, stages=inflight, layers=layers, timeout_ms=timeout_ms)
-    if role == "attention":
-        side = _pair().Attention(rank, attention, ffn, max_rows=max_rows, device=device, **common)
-    else:
-        side = _pair().FFN(rank, attention, ffn, device=device, **common)
+    try:
+        if role == "attention":
+            side = _pair().Attention(rank, attention, ffn, max_rows=max_rows, device=device, **common)
+        else:
+            side = _pair().FFN(rank, attention, ffn, device=device, **common)
+    except BaseException:
+        cluster.leave(0)  # the other ranks would wait for this one
+        raise
     _here = _Context(side, inflight)
 
 

@@ -114,12 +114,19 @@ class StepMeshAFDConnector(AFDConnectorBase):
             return
         if self.closed:
             raise RuntimeError("%s rank %d: the connector is closed, and a process can join only once: start the process again" % (self.afd_config.role, self.role_rank))
-        config, extra, model = self.afd_config, self.extra_info, self.vllm_config.model_config
-        device = self._device()
+        config, extra, device = self.afd_config, self.extra_info, self._device()
         os.environ.update(extra.environment)
         cluster.join(config.role, self.role_rank, self.attn_size, self.ffn_size, host=config.host, port=config.port,
                      device=self.local_rank if device.type == "cuda" else 0, transport=extra.transport,
                      scheduler=extra.scheduler, timeout_ms=extra.init_timeout_ms)
+        try:
+            self._make_side(device)
+        except BaseException:
+            self._leave(0)  # the other ranks would wait for this one
+            raise
+
+    def _make_side(self, device):
+        config, extra, model = self.afd_config, self.extra_info, self.vllm_config.model_config
         common = dict(width=int(model.hf_config.hidden_size), dtype=model.dtype, stages=self._stages(),
                       layers=int(model.hf_config.num_hidden_layers), timeout_ms=extra.timeout_ms,
                       streams=extra.replace_ms == 0 and self.attn_size >= self.ffn_size if extra.streams is None else extra.streams)
@@ -146,11 +153,13 @@ class StepMeshAFDConnector(AFDConnectorBase):
         return self.side is not None
 
     def close(self):
-        if self.side is None:
-            return
+        if self.side is not None:
+            self._leave(self.extra_info.stop_timeout_ms)
+
+    def _leave(self, timeout_ms):
         self.side, self.closed = None, True
         _connectors.pop(self.number, None)
-        cluster.leave(self.extra_info.stop_timeout_ms)
+        cluster.leave(timeout_ms)
 
     def _open(self, role):
         if self.side is None:

@@ -13,7 +13,7 @@ import torch
 
 import fserver
 import fserver_lib as f
-from fserver.connectors import FFN, Attention, cluster, pair
+from fserver.connectors import FFN, Attention, cluster, pair, sglang
 
 WIDTH = 8
 ERRORS = (f.Error, f.ValueError, MemoryError, KeyboardInterrupt)
@@ -139,6 +139,22 @@ def test_join_of_rows_fails(monkeypatch, error):
     with pytest.raises(error, match="mine"):
         side.recv()
     assert side.recv().ranks == [0, 1]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_side_cannot_be_made(monkeypatch, error):
+    """A process that has joined, but whose side cannot be made, leaves the cluster at once."""
+    joined = []
+    monkeypatch.setattr(sglang.cluster, "join", lambda *args, **kw: joined.append(args))
+    monkeypatch.setattr(fserver, "stop", lambda timeout_ms: joined.append(timeout_ms))
+    for name, role in (("Attention", "attention"), ("FFN", "ffn")):
+        monkeypatch.setattr(pair, name, mock.Mock(side_effect=error("mine")))
+        with pytest.raises(error, match="mine"):
+            sglang.setup(role, 0, width=WIDTH, dtype=torch.float32, max_rows=4, layers=2, device="cpu")
+        assert joined == [(role, 0, 1, 1), 0]
+        joined.clear()
+    with pytest.raises(RuntimeError, match="setup.. was not called"):
+        sglang.StepMeshATTN(0).recv()
 
 
 def test_scheduler_does_not_start(monkeypatch):

@@ -548,6 +548,35 @@ def test_close_while_waiting(cluster):
     c.finish(WAIT)
 
 
+# A process whose side cannot be made leaves the cluster, so the FFN rank need not wait for it.
+
+@harness.by_hand
+def without_side(n):
+    connectors, c = engine(n)
+    if n.role == "server":
+        c.init_afd_connector()
+        with n.raises(f.ConnectionError, "attention"):
+            c.control_plane.recv_dp_metadata_list()
+        c.close()
+        return
+    c.vllm_config.model_config.hf_config.hidden_size = 0
+    with pytest.raises(ValueError, match="width is 0"):
+        c.init_afd_connector()
+    with pytest.raises(RuntimeError, match="closed"):
+        c.init_afd_connector()
+    assert not c.is_initialized
+    n.listen()  # the process does not end
+
+
+def test_side_cannot_be_made(cluster):
+    c = cluster()
+    worker = c.spawn("worker", without_side)
+    server = c.spawn("server", without_side)
+    assert server.wait(WAIT) == 0, server.report()
+    worker.tell("end")
+    c.finish(WAIT)
+
+
 def run_python(code):
     import subprocess
 
