@@ -612,6 +612,7 @@ class FFN(_Side):
 
     def __init__(self, rank, attention, ffn, *, width, dtype, stages=1, layers=1, out_dtype=None, device="cpu", together=True, timeout_ms=30000, streams=False):
         super().__init__("ffn", rank, attention, ffn, width, dtype, out_dtype, stages, layers, device, timeout_ms, streams and together)
+        _count("timeout_ms", timeout_ms, 1 << 40)  # not None, since the rest of a batch has a limit
         self.together = together
         self.streams = None if self.stream_host else False  # whether CUDA streams exchange the micro-batches; None until all ranks have sent their handshake
         self._stream_hosts = {}  # of ranks with a handshake

@@ -104,6 +104,12 @@ def test_prepare_fails(attention, monkeypatch, error):
     assert attention.recv(0).shape == x.shape
 
 
+def test_no_limit():
+    """The FFN side has a limit for the rest of a batch. A side without one is refused when it is made."""
+    with pytest.raises(TypeError, match="timeout_ms is None, want an int"):
+        FFN(0, 1, 1, width=WIDTH, dtype=torch.float32, timeout_ms=None)
+
+
 def batch_of(rank, handler, kind=pair.DATA, stage=0):
     tensor = torch.full((2, WIDTH), float(rank)) if kind == pair.DATA else torch.ones(1, dtype=torch.uint8)
     return handler, [tensor], [pair._key(kind, rank, stage)]
