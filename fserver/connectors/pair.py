@@ -130,6 +130,7 @@ class _Queued:
 
     def __init__(self, layer, parts):
         self.layer, self.parts = layer, parts
+        self.rows = [rows for _, rows in parts]
 
 
 class Attention(_Side):
@@ -369,6 +370,8 @@ class Attention(_Side):
         round_ = self._rounds.get(stage)
         if round_ is None:
             raise ValueError("%s: stage %d is not under way, want send(%d, ...) first" % (self, stage, stage))
+        if out is not None:
+            self._check_out(out, sum(round_.rows))
         if self.streams:
             return self._queued(stage, round_, out)
         try:
@@ -381,15 +384,18 @@ class Attention(_Side):
             del self._rounds[stage]
         return self._answer([t[:n] for t, n in zip(round_.form.outputs, round_.rows)], out)
 
+    def _check_out(self, out, rows):
+        if not isinstance(out, torch.Tensor):
+            raise TypeError("%s: out is %s, want a torch.Tensor" % (self, type(out).__name__))
+        if tuple(out.shape) != (rows, self.width) or out.dtype != self.out_dtype:
+            raise ValueError("%s: out is %s of shape %s, want %s of shape %s" % (
+                self, _dtype_name(out.dtype), tuple(out.shape), _dtype_name(self.out_dtype), (rows, self.width)))
+
     def _answer(self, parts, out):
         """Joins the rows of the FFN ranks, in out unless that is None."""
         if out is None:
             return parts[0][:] if len(parts) == 1 else torch.cat([_raw(t) for t in parts]).view(self.out_dtype)
-        rows = sum(map(len, parts))
-        if tuple(out.shape) != (rows, self.width) or out.dtype != self.out_dtype:
-            raise ValueError("%s: out is %s of shape %s, want %s of shape %s" % (
-                self, _dtype_name(out.dtype), tuple(out.shape), _dtype_name(self.out_dtype), (rows, self.width)))
-        begin = 0
+        rows, begin = len(out), 0
         for t in parts:
             _raw(out if len(t) == rows else out[begin:begin + len(t)]).copy_(_raw(t))
             begin += len(t)
@@ -539,13 +545,8 @@ class Batch:
     def respond(self, out):
         """Sends the rows of `out` to their ranks. Do not change out until the result is done(),
         or recv has returned the next batch of this stage."""
+        self._check(out)
         side = self._side
-        if self._handlers is None:
-            raise ValueError("%s: stage %d, layer %d is answered already" % (side, self.stage, self.layer))
-        want = (sum(self.rows), side.width)
-        if tuple(out.shape) != want or out.dtype != side.out_dtype:
-            raise ValueError("%s: stage %d, layer %d: the answer is %s of shape %s, want %s of shape %s, for attention %s" % (
-                side, self.stage, self.layer, _dtype_name(out.dtype), tuple(out.shape), _dtype_name(side.out_dtype), want, _list(self.ranks)))
         out, handlers, self._handlers = out.contiguous(), self._handlers, None
         answers, begin, wrong = [], 0, None
         for handler, rows in zip(handlers, self.rows):
@@ -558,6 +559,16 @@ class Batch:
         if wrong:
             raise wrong
         return answers
+
+    def _check(self, out):
+        """Raises ValueError if respond would refuse out."""
+        side = self._side
+        if self._handlers is None:
+            raise ValueError("%s: stage %d, layer %d is answered already" % (side, self.stage, self.layer))
+        want = (sum(self.rows), side.width)
+        if tuple(out.shape) != want or out.dtype != side.out_dtype:
+            raise ValueError("%s: stage %d, layer %d: the answer is %s of shape %s, want %s of shape %s, for attention %s" % (
+                side, self.stage, self.layer, _dtype_name(out.dtype), tuple(out.shape), _dtype_name(side.out_dtype), want, _list(self.ranks)))
 
 
 class QueuedBatch:

@@ -134,11 +134,14 @@ class StepMeshFFN:
         """Answers the oldest batch of recv with the sum of the results of the group's ranks."""
         if not self.comms:
             raise RuntimeError("%s: send: no batch of layer %d has been received that is not answered" % (_context("ffn").side, self.layer_id))
-        batch, counts = self.comms.popleft()
+        batch, counts = self.comms[0]
+        begin = sum(counts[:self.group.rank_in_group])
+        own = slice(begin, begin + counts[self.group.rank_in_group])
+        batch._check(x[own])
+        self.comms.popleft()
         if len(counts) > 1:
             x = self.group.all_reduce(x)
-        begin = sum(counts[:self.group.rank_in_group])
-        batch.respond(x[begin:begin + counts[self.group.rank_in_group]])
+        batch.respond(x[own])
 
     def _counts(self, batch):
         """Returns the number of tokens of each rank of the group. It is the same for all layers

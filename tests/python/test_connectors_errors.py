@@ -69,6 +69,20 @@ def test_send_fails(attention, error):
         assert attention.recv(0).shape == x.shape
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_wrong_out(attention, streams):
+    """recv refuses a wrong out before it takes the answer, so it can be called again."""
+    x = torch.ones(4, WIDTH)
+    attention.send(0, x)
+    if streams:
+        attention.streams, attention._rounds[0] = True, pair._Queued(0, [(None, 4)])
+    for out in (torch.zeros(3, WIDTH), torch.zeros(4, WIDTH, dtype=torch.int32), [0.0]):
+        with pytest.raises((TypeError, ValueError), match="attention 0: out is"):
+            attention.recv(0, out=out)
+    if not streams:
+        assert attention.recv(0, out=torch.zeros(4, WIDTH)).shape == x.shape
+
+
 def test_interrupted_cancel(attention, monkeypatch):
     """After a second Ctrl-C, while a failed send cancels its round, one send is refused, and the next ones are not."""
     x = torch.ones(4, WIDTH)
@@ -161,6 +175,27 @@ def test_side_cannot_be_made(monkeypatch, error):
         joined.clear()
     with pytest.raises(RuntimeError, match="setup.. was not called"):
         sglang.StepMeshATTN(0).recv()
+
+
+def test_wrong_answer(monkeypatch):
+    """StepMeshFFN.send refuses a wrong answer before the ranks of the group add theirs, and can be called again."""
+    monkeypatch.syspath_prepend(os.path.join(harness.HERE, "standins"))
+    monkeypatch.setattr(pair.f, "get_batch", mock.Mock(side_effect=[[(7, [torch.ones(2, n) for n in (WIDTH, 1, 1, 1)], [pair._key(pair.DATA, 0)])]]))
+    monkeypatch.setattr(pair.f, "respond", respond := mock.Mock())
+    side = FFN(0, 1, 1, width=WIDTH, dtype=torch.float32, layers=2)
+    monkeypatch.setattr(sglang, "_here", sglang._Context(side, 1))
+    group = mock.Mock(world_size=2, rank_in_group=0, all_reduce=lambda x: x, all_gather=lambda x, dim: torch.cat([x, x]),
+                      all_gather_object=lambda one: [one, one])
+    layer = sglang.StepMeshFFN(0, group)
+    x, _ = layer.recv()
+    for wrong in (x[:1], x[:, :1], x.int()):
+        with pytest.raises(ValueError, match="the answer is"):
+            layer.send(wrong)
+    layer.send(x)
+    with pytest.raises(RuntimeError, match="no batch of layer 0"):
+        layer.send(x)
+    (sent,), handler, _ = respond.call_args[0]
+    assert handler == 7 and torch.equal(sent, torch.ones(2, WIDTH))
 
 
 def test_scheduler_does_not_start(monkeypatch):
