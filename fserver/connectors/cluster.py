@@ -8,6 +8,8 @@ import sys
 
 import fserver as f
 
+from . import layout
+
 log = logging.getLogger("fserver.connectors")
 
 ROLES = {"attention": "worker", "ffn": "server"}
@@ -21,9 +23,11 @@ def environment(role, rank, attention, ffn, host, port, device=0, transport=None
     node of its own (groups of one), so that either side may have any number of ranks."""
     if role not in ROLES:
         raise ValueError("role is %r, want one of %s" % (role, ", ".join(map(repr, ROLES))))
-    count = attention if role == "attention" else ffn
-    if not 0 <= rank < count:
-        raise ValueError("there is no %s rank %d, want 0 to %d" % (role, rank, count - 1))
+    layout._check(attention, ffn)
+    layout._rank(role, rank, attention if role == "attention" else ffn)
+    for name, value in (("port", port), ("device", device)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError("%s is %r, want an int" % (name, value))
     if not host:
         raise ValueError("host is empty, want the address of FFN rank 0")
     if not 0 < port < 65536:

@@ -101,11 +101,14 @@ class _Side:
             "stages": self.stages, "layers": self.layers,
         }
 
+    def _index(self, name, value, count):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError("%s: %s is %r, want an int" % (self, name, value))
+        if not 0 <= value < count:
+            raise ValueError("%s: there is no %s %d, want 0 to %d" % (self, name, value, count - 1))
+
     def _stage(self, stage):
-        if isinstance(stage, bool) or not isinstance(stage, int):
-            raise TypeError("%s: stage is %r, want an int" % (self, stage))
-        if not 0 <= stage < self.stages:
-            raise ValueError("%s: there is no stage %d, want 0 to %d" % (self, stage, self.stages - 1))
+        self._index("stage", stage, self.stages)
 
 
 class _Form:
@@ -266,8 +269,7 @@ class Attention(_Side):
         with the same number of rows; 0 rows are allowed. The tensors are copied on the
         current stream, so the caller may change them. Then call recv."""
         self._stage(stage)
-        if not 0 <= layer < self.layers:
-            raise ValueError("%s: there is no layer %r, want 0 to %d" % (self, layer, self.layers - 1))
+        self._index("layer", layer, self.layers)
         if stage in self._rounds:
             raise ValueError("%s: stage %d is under way (layer %d), want recv(%d) first" % (self, stage, self._rounds[stage].layer, stage))
         tensors, rows = self._tensors(tensors)

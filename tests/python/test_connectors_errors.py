@@ -118,6 +118,19 @@ def test_prepare_fails(attention, monkeypatch, error):
     assert attention.recv(0).shape == x.shape
 
 
+@pytest.mark.parametrize("wrong", [1.0, "1", None, True])
+def test_wrong_type(attention, wrong):
+    """An argument of a wrong type is named, with its value."""
+    for name, call in (("rank", lambda: cluster.environment("ffn", wrong, 2, 2, "10.0.0.1", 8123)),
+                       ("attention", lambda: cluster.environment("ffn", 0, wrong, 2, "10.0.0.1", 8123)),
+                       ("port", lambda: cluster.environment("ffn", 0, 2, 2, "10.0.0.1", wrong)),
+                       ("device", lambda: cluster.environment("ffn", 0, 2, 2, "10.0.0.1", 8123, wrong)),
+                       ("layer", lambda: attention.send(0, torch.ones(4, WIDTH), layer=wrong)),
+                       ("stage", lambda: attention.send(wrong, torch.ones(4, WIDTH)))):
+        with pytest.raises(TypeError, match="%s is %r, want" % (name, wrong)):
+            call()
+
+
 def test_no_limit():
     """The FFN side has a limit for the rest of a batch. A side without one is refused when it is made."""
     with pytest.raises(TypeError, match="timeout_ms is None, want an int"):
