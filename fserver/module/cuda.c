@@ -51,7 +51,9 @@ static PyObject *signal_stream(int what, PyObject *first, const char *first_name
   Py_END_ALLOW_THREADS if (rc != SF_DONE) return sf_raise(&e);
   if (counter(first, first_name, &a) < 0) return NULL;
   if (second == NULL || counter(second, "seq", &b) == 0) {
-    if (tensor_stream(a.device_id, &stream) == 0) {
+    if (second != NULL && b.device_id != a.device_id) {
+      PyErr_Format(sf_error_value, "seq is on cuda:%d, want cuda:%d, the device of %s", (int)b.device_id, (int)a.device_id, first_name);
+    } else if (tensor_stream(a.device_id, &stream) == 0) {
       // It blocks while the device's queue is full, perhaps until another thread continues.
       Py_BEGIN_ALLOW_THREADS failed = sf_signal(what, &a, second != NULL ? &b : &a, stream, &e) != SF_DONE;
       Py_END_ALLOW_THREADS if (failed) sf_raise(&e);

@@ -270,6 +270,10 @@ def wrong_worker(n):
     if GPUS > 1:
         with n.raises(ValueError, "push tensor 0", "gpu:1", "gpu:0", "STEPMESH_GPU"):
             f.push_pull([torch.ones(4, device="cuda:1")], [1], [here], [2])
+        flag, seq = (torch.zeros(1, dtype=torch.int64, device=d) for d in ("cuda:0", "cuda:1"))
+        for call in (f.write_flag, f.wait_flag):
+            with n.raises(ValueError, "seq is on cuda:1", "cuda:0", "flag"):
+                call(flag, seq)
     with n.raises(ValueError, "push_tensors[0]", "contiguous"):
         f.push_pull([torch.ones(4, 4, device="cuda").t()], [1], [here], [2])
     with n.raises(ValueError, "flag", "int64"):
