@@ -38,7 +38,8 @@ static PyObject *batch_out(sf_batch *b, int *used, PyObject **made) {
 }
 
 PyObject *sf_batches_out(sf_batch *batches, int n, const void *room) {
-  PyObject *list = PyList_New(n), *made = NULL;
+  int signaled = PyErr_CheckSignals() < 0; // an exception after the return would lose the list
+  PyObject *list = signaled ? NULL : PyList_New(n), *made = NULL;
   int i = 0, used = 0; // batches in list, and the used tensors of the batch after them
   for (; list != NULL && i < n; i++) {
     PyObject *b = batch_out(&batches[i], &used, &made);

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import signal
 import weakref
 
 import arrays
@@ -342,4 +343,35 @@ def test_registered_memory_stays(cluster):
     (w,), (s,) = c.start(other_memory_worker, other_memory_server)
     assert s.hear() == "registered", s.report()
     w.tell("go on")
+    c.finish()
+
+
+# A signal whose handler raises an exception arrives shortly before a batch.
+
+SIGNALS = 20
+
+
+def signalled_worker(n):
+    for i in range(SIGNALS):
+        n.listen()
+        n.f.wait(n.f.push_pull([tensor(n, i)], [i], [], []), timeout_ms=120000)
+
+
+def signalled_server(n):
+    for i in range(SIGNALS):
+        with pytest.raises(KeyboardInterrupt):
+            n.announce()
+            n.f.get_batch()
+        (handler, _, keys), = n.f.get_batch(timeout_ms=30000)
+        assert keys == [i]
+        n.f.respond([], handler)
+
+
+def test_signal_before_a_batch(cluster):
+    c = cluster()
+    (w,), (s,) = c.start(signalled_worker, signalled_server)
+    for _ in range(SIGNALS):
+        assert s.hear() == "waiting", s.report()
+        s.signal(signal.SIGINT)
+        w.tell("go on")
     c.finish()
