@@ -533,6 +533,7 @@ static PyObject *py_session(PyObject *self, PyObject *args) {
   Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);
   if (rc == SF_DONE) Py_RETURN_NONE;
   PyObject *waited = wait_job(), *result = NULL;
+  if (waited != NULL && PyErr_CheckSignals() < 0) Py_CLEAR(waited); // an exception after the return would lose the result
   int ended = waited != NULL; // else the call is undone, which may wait for the ranks
   Py_BEGIN_ALLOW_THREADS sf_session_fetch(ticket, ended, &handle_out, &rank_out, &name_out, &data_out, &n_out);
   Py_END_ALLOW_THREADS if (waited != NULL) result = Py_BuildValue("KLsy#", (unsigned long long)handle_out, (long long)rank_out, name_out, (char *)data_out, (Py_ssize_t)n_out);

@@ -2,6 +2,7 @@
 and the example."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -188,3 +189,42 @@ def test_example():
     assert status == 0 and "[session] 5 steps on 4 ranks" in text, text
     status, text = example(3)  # 256 columns cannot be divided by 3: the sum lacks one
     assert status != 0 and "differs from the whole" in text, text
+
+
+# A signal whose handler raises an exception arrives shortly before open() succeeds.
+
+SIGNALS = 20
+
+
+def signaled_controller(n):
+    from fserver import f, session
+
+    assert f is n.f  # the first use imports PyTorch
+    for _ in range(SIGNALS):
+        with pytest.raises(KeyboardInterrupt):
+            n.announce()
+            session.open(timeout_ms=60000)
+        session.open(timeout_ms=60000).shutdown()
+
+
+def patient_rank(n):
+    from fserver import session
+
+    for _ in range(SIGNALS):
+        n.listen()
+        while True:
+            try:
+                session.serve({})
+                break
+            except n.f.Error:  # the interrupted open() has ended its session
+                pass
+
+
+def test_signal_before_open(cluster):
+    c = cluster(lib="numpy")
+    (w,), (s,) = c.start(signaled_controller, patient_rank)
+    for _ in range(SIGNALS):
+        assert w.hear() == "waiting", w.report()
+        w.signal(signal.SIGINT)
+        s.tell("go on")
+    c.finish()
