@@ -296,6 +296,10 @@ class Attention(_Side):
             self._cancel(stage, round_)
             raise
 
+    def under_way(self, stage):
+        """Whether the stage has a round whose answer recv has not returned."""
+        return stage in self._rounds
+
     def _queue(self, stage, tensors, rows, layer):
         """Queues a send in the current stream."""
         try:

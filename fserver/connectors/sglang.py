@@ -94,9 +94,15 @@ class StepMeshATTN:
         if not c.free:
             raise RuntimeError("%s: layer %d: %d micro-batches are under way, want recv() first, or a larger inflight" % (c.side, self.layer_id, c.side.stages))
         stage = min(c.free)  # if one micro-batch is sent at a time, all its layers have the same stage
-        c.side.send(stage, [p["hidden_states"], p["topk_weights"], p["topk_ids"], p["router_logits"]], layer=self.layer_id)
         c.free.remove(stage)
         self.waits.append(stage)
+        try:
+            c.side.send(stage, [p["hidden_states"], p["topk_weights"], p["topk_ids"], p["router_logits"]], layer=self.layer_id)
+        except BaseException:
+            if not c.side.under_way(stage):  # else KeyboardInterrupt was raised after the round has begun
+                self.waits.pop()
+                c.free.add(stage)
+            raise
 
     def recv(self):
         """Returns the experts' output for the oldest send: a new tensor."""

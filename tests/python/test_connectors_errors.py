@@ -190,6 +190,25 @@ def test_side_cannot_be_made(monkeypatch, error):
         sglang.StepMeshATTN(0).recv()
 
 
+def test_interrupted_layer(attention, monkeypatch):
+    """After Ctrl-C at the end of a send, recv returns the answer; after one before a send begins its round, the stage is free."""
+    monkeypatch.setattr(sglang, "_here", sglang._Context(attention, 1))
+    layer, send, x = sglang.StepMeshATTN(0), attention.send, torch.ones(4, WIDTH)
+    tensors = dict(hidden_states=x, topk_weights=x, topk_ids=x, router_logits=x)
+    for begins in (True, False):
+        def interrupted(*args, **kw):
+            if begins:
+                send(*args, **kw)
+            raise KeyboardInterrupt("mine")
+
+        with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt, match="mine"):
+            m.setattr(attention, "send", interrupted)
+            layer.send(tensors)
+        if not begins:
+            layer.send(tensors)
+        assert layer.recv().shape == x.shape
+
+
 def test_wrong_answer(monkeypatch):
     """StepMeshFFN.send refuses a wrong answer before the ranks of the group add theirs, and can be called again."""
     monkeypatch.syspath_prepend(os.path.join(harness.HERE, "standins"))
