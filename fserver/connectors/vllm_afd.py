@@ -71,6 +71,12 @@ class StepMeshExtraInfo(ConnectorExtraInfo):
                 raise ValueError("connector_extra_config: %s is %r, want milliseconds, at least %d" % (name, value, least))
         if (raw or {}).get("streams") not in (None, True, False):
             raise ValueError("connector_extra_config: streams is %r, want true, false or null" % (raw["streams"],))
+        environment = (raw or {}).get("environment", {})
+        if not isinstance(environment, Mapping):
+            raise ValueError("connector_extra_config: environment is %r, want a mapping" % (environment,))
+        for name, value in environment.items():
+            if not isinstance(value, str):
+                raise ValueError("connector_extra_config: environment: %s is %r, want a string" % (name, value))
         return cls(**(raw or {}))
 
     def to_mapping(self):

@@ -594,7 +594,9 @@ assert (info.transport, info.timeout_ms, info.scheduler) == ("ibverbs", 5, "auto
 assert cls.parse_extra_config(None).timeout_ms == 15000
 for raw, kind, word in (({"timeout": 1}, ValueError, "'timeout'.*knows transport"), ({"timeout_ms": 0}, ValueError, "timeout_ms is 0"),
                         ({"stop_timeout_ms": "1"}, ValueError, "stop_timeout_ms is '1'"),
-                        ({"replace_ms": -1}, ValueError, "replace_ms is -1, want milliseconds, at least 0"), ([1], TypeError, "list, want a mapping")):
+                        ({"replace_ms": -1}, ValueError, "replace_ms is -1, want milliseconds, at least 0"),
+                        ({"environment": {"PS_VERBOSE": 2}}, ValueError, "environment: PS_VERBOSE is 2, want a string"), ({"environment": 5}, ValueError, "environment is 5, want a mapping"),
+                        ([1], TypeError, "list, want a mapping")):
     with pytest.raises(kind, match=word):
         cls.parse_extra_config(raw)
 """)
