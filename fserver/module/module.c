@@ -37,16 +37,17 @@ static PyObject *wait_job(void) {
   }
 }
 
-// Returns a module that the program has imported, borrowed, or NULL without an exception.
-static PyObject *imported(const char *name) { return PyDict_GetItemString(PyImport_GetModuleDict(), name); }
+// Returns a module, borrowed, or NULL if the program has not imported it. If an exception is set then, it could not be looked up.
+static PyObject *imported(const char *name) { return sf_item(PyImport_GetModuleDict(), name); }
 
 // Registers _exit_child in a child process of multiprocessing. Such a child ends with os._exit and does not call the functions of
 // atexit, but it calls these finalizers. The import is too early for it: with some start methods the child imports the main
 // module, and afterwards clears its list of finalizers.
 static int watch_end_of_child(PyObject *module) {
   static int done;
-  PyObject *util = imported("multiprocessing.util"), *process = imported("multiprocessing.process");
-  if (done || util == NULL || process == NULL) return 0;
+  if (done) return 0;
+  PyObject *util = imported("multiprocessing.util"), *process = util != NULL ? imported("multiprocessing.process") : NULL;
+  if (process == NULL) return PyErr_Occurred() != NULL ? -1 : 0;
   PyObject *parent = PyObject_CallMethod(process, "parent_process", NULL);
   if (parent == NULL || parent == Py_None) { // the main process
     Py_XDECREF(parent);
@@ -488,7 +489,7 @@ static PyObject *py_exit(PyObject *self, PyObject *noargs) {
 // Waits until the threads of the program have ended that are not daemons, as the interpreter does before it calls _exit.
 static int join_threads(void) {
   PyObject *threading = imported("threading");
-  if (threading == NULL) return 0;
+  if (threading == NULL) return PyErr_Occurred() != NULL ? -1 : 0;
   PyObject *all = PyObject_CallMethod(threading, "enumerate", NULL);
   PyObject *own = all != NULL ? PyObject_CallMethod(threading, "current_thread", NULL) : NULL;
   int rc = own != NULL ? 0 : -1;

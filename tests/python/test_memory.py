@@ -102,6 +102,21 @@ def test_push_pull(cluster):
     cluster(lib="numpy").run(begun_worker, begun_server)
 
 
+def test_init():
+    """Without memory for the name of a module, the module is not taken for one that the program has not imported."""
+    import fserver_lib
+
+    capi.set_nomemory(0, 1)
+    try:
+        fserver_lib.init()
+        wrong = None
+    except (MemoryError, fserver_lib.Error) as e:
+        wrong = e
+    finally:
+        capi.remove_mem_hooks()
+    assert isinstance(wrong, MemoryError), wrong
+
+
 def test_respond(cluster):
     cluster(lib="numpy").run(answered_worker, answering_server)
 
