@@ -9,11 +9,12 @@
 #include "call.h"
 #include "docs.h"
 #include "handle.h"
+#include "request.h"
 #include "tensor.h"
 
 enum { INT64 = 4 }; // PyTorch's code
 
-// Returns the CUDA view of a pinned host tensor. The view keeps a reference to the tensor.
+// Returns the CUDA view of a pinned host tensor. The view keeps the memory of the tensor.
 PyObject *sf_py_map_pinned_tensor(PyObject *self, PyObject *args) {
   PyObject *tensor, *device, *r = NULL;
   int64_t id;
@@ -22,6 +23,10 @@ PyObject *sf_py_map_pinned_tensor(PyObject *self, PyObject *args) {
   (void)self;
   if (!PyArg_ParseTuple(args, "OO:map_pinned_tensor", &tensor, &device)) return NULL;
   if (sf_enter() < 0 || sf_int64_arg(device, "device_index", &id) < 0 || tensor_in(tensor, &t, "tensor", -1, 0) < 0) return NULL;
+  if (tensors_keep(&t, 1) < 0) {
+    Py_DECREF((PyObject *)t.owner);
+    return NULL;
+  }
   PyObject *keeper = t.owner;
   int rc;
   Py_BEGIN_ALLOW_THREADS rc = sf_map_pinned(&t, id, &e); // the first call initializes CUDA

@@ -262,6 +262,18 @@ def test_notify(cluster):
     gpu_cluster(cluster).run(notify_worker, notify_server)
 
 
+@on_gpu
+def test_mapped_memory_stays():
+    """A tensor that gets other memory ("t.data = ...") does not take the mapped memory with it."""
+    import fserver_lib
+
+    pinned = torch.ones(4, dtype=torch.int64).pin_memory()
+    mapped = fserver_lib.map_pinned_tensor(pinned, 0)
+    pinned.data = torch.zeros(4, dtype=torch.int64)
+    others = [torch.zeros(4, dtype=torch.int64).pin_memory() for _ in range(4)]  # PyTorch would use freed memory for them
+    assert mapped.tolist() == [1] * 4 and len(others) == 4
+
+
 # Refused calls.
 
 def wrong_worker(n):
