@@ -91,8 +91,8 @@ def attention(n):
 @harness.by_hand
 def ffn(n):
     sys.path.insert(0, os.path.join(harness.HERE, "standins"))
+    group = Group(n.rank, n.servers, n.args)  # before the attention ranks join: it may take long, and their answers have a limit
     sglang = setup(n)
-    group = Group(n.rank, n.servers, n.args)
     layers = [sglang.StepMeshFFN(i, group) for i in range(LAYERS)]
     for step in range(STEPS):
         for i, layer in enumerate(layers):
@@ -124,8 +124,8 @@ def alone_attention(n):
 @harness.by_hand
 def alone_ffn(n):
     sys.path.insert(0, os.path.join(harness.HERE, "standins"))
-    sglang = setup(n, 4)
     group = Group(n.rank, n.servers, n.args)
+    sglang = setup(n, 4)
     layers = [sglang.StepMeshFFN(i, group) for i in (1, 2, 3)]
     for step in range(STEPS):
         for layer in layers:
