@@ -5,6 +5,7 @@ package bench
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"fmt"
@@ -53,14 +54,15 @@ type afdWorker struct {
 
 // microBatch has the tensors of a micro-batch and its call in flight.
 type microBatch struct {
-	push     []byte
-	pull     [][]byte // by server
-	pushes   []af.KeyTensor
-	pulls    [][]af.KeyTensor
+	push     []af.KeyTensor   // one
+	pull     [][]af.KeyTensor // one by server
 	prepared *af.Prepared
 	call     af.Call
 	seq      uint64 // the stamp of the latest round trip
 }
+
+// bytes returns the bytes of the push.
+func (m *microBatch) bytes() []byte { return m.push[0].Val.Bytes() }
 
 // The keys of micro-batch k.
 func pushKey(k int) uint64 { return timedKey + 2*uint64(k) }
@@ -71,27 +73,24 @@ func newAFDWorker(a *afdShape, node *postoffice.Node) (_ *afdWorker, err error) 
 	if x.w, err = af.NewWorker(node, af.WorkerOptions{}); err != nil {
 		return nil, err
 	}
-	tensor := func(key uint64, n int) (b []byte, t af.KeyTensor) {
-		if err == nil {
-			b, t, err = newTensor(node.Backend(), key, n)
-		}
-		return b, t
+	tensor := func(key uint64, n int) []af.KeyTensor {
+		t, e := newTensor(node.Backend(), key, n)
+		err = cmp.Or(err, e)
+		return []af.KeyTensor{t}
 	}
 	for k := range a.microBatches {
-		m := &microBatch{pushes: make([]af.KeyTensor, 1)}
-		m.push, m.pushes[0] = tensor(pushKey(k), a.push)
+		m := &microBatch{push: tensor(pushKey(k), a.push)}
 		for range node.Topology().NumServers {
-			b, t := tensor(pullKey(k), a.pull)
-			m.pull, m.pulls = append(m.pull, b), append(m.pulls, []af.KeyTensor{t})
+			m.pull = append(m.pull, tensor(pullKey(k), a.pull))
 		}
 		if err == nil {
-			m.prepared, err = x.w.Prepare(m.pushes, m.pulls)
+			m.prepared, err = x.w.Prepare(m.push, m.pull)
 		}
 		if err != nil {
 			x.close()
 			return nil, err
 		}
-		copy(m.push, a.image)
+		copy(m.bytes(), a.image)
 		x.all = append(x.all, m)
 	}
 	return x, nil
@@ -112,7 +111,7 @@ func (x *afdWorker) do(ctx context.Context, what, form string, d time.Duration, 
 		return x.alone(d, n, func(k int) error {
 			m := x.all[k]
 			err := x.consume(m, false)
-			x.stamp(m.push, m.seq)
+			x.stamp(m.bytes(), m.seq)
 			return err
 		})
 	case askSteps:
@@ -132,13 +131,13 @@ func (x *afdWorker) do(ctx context.Context, what, form string, d time.Duration, 
 func (x *afdWorker) produce(m *microBatch, every uint64) {
 	x.count++
 	m.seq = every | uint64(x.rank)<<stampWorker | uint64(x.count)
-	x.stamp(m.push, m.seq)
+	x.stamp(m.bytes(), m.seq)
 }
 
 // consume checks the pulled tensors.
 func (x *afdWorker) consume(m *microBatch, all bool) error {
-	for server, b := range m.pull {
-		if err := x.check(b, answerTo(m.seq, server), all); err != nil {
+	for server, t := range m.pull {
+		if err := x.check(t[0].Val.Bytes(), answerTo(m.seq, server), all); err != nil {
 			return err
 		}
 	}
@@ -150,7 +149,7 @@ func (x *afdWorker) start(m *microBatch, form string) (err error) {
 	if form == formPrepared {
 		m.call, err = m.prepared.Start()
 	} else {
-		m.call, err = x.w.PushPull(m.pushes, m.pulls)
+		m.call, err = x.w.PushPull(m.push, m.pull)
 	}
 	return err
 }
@@ -213,8 +212,8 @@ func (x *afdWorker) step(ctx context.Context, form string, d time.Duration) (int
 // checkAll makes a round trip of each micro-batch in which both sides check every byte.
 func (x *afdWorker) checkAll(ctx context.Context, form string) error {
 	for _, m := range x.all {
-		for _, b := range m.pull {
-			clear(b)
+		for _, t := range m.pull {
+			clear(t[0].Val.Bytes())
 		}
 		x.produce(m, stampAll)
 		if err := x.start(m, form); err != nil {
@@ -240,15 +239,9 @@ type afdServer struct {
 	rank    int
 	compute atomic.Int64 // the nanoseconds of a computation, or atOnce
 	ready   chan af.Batch
-	answers [][]afdAnswer // by micro-batch and worker
+	answers [][]af.KeyTensor // by micro-batch and worker
 	// The tensors of computations alone.
 	ownPush, ownAnswer []byte
-}
-
-// afdAnswer is the tensor that answers a micro-batch of a worker.
-type afdAnswer struct {
-	b   []byte
-	out []af.KeyTensor
 }
 
 func newAFDServer(a *afdShape, node *postoffice.Node) (*afdServer, error) {
@@ -258,14 +251,13 @@ func newAFDServer(a *afdShape, node *postoffice.Node) (*afdServer, error) {
 	s.compute.Store(int64(atOnce))
 	s.stamp(s.ownPush, 0)
 	for k := range a.microBatches {
-		var of []afdAnswer
-		for range workers {
-			b, t, err := newTensor(node.Backend(), pullKey(k), a.pull)
-			if err != nil {
+		of := make([]af.KeyTensor, workers)
+		for i := range of {
+			var err error
+			if of[i], err = newTensor(node.Backend(), pullKey(k), a.pull); err != nil {
 				return nil, err
 			}
-			copy(b, a.image)
-			of = append(of, afdAnswer{b, []af.KeyTensor{t}})
+			copy(of[i].Val.Bytes(), a.image)
 		}
 		s.answers = append(s.answers, of)
 	}
@@ -345,7 +337,7 @@ func (s *afdServer) prepare(b af.Batch) error {
 	if err := s.check(push, seq, seq&stampAll != 0); err != nil {
 		return fmt.Errorf("push to server %d: %w", s.rank, err)
 	}
-	s.stamp(s.answers[k][b.Worker()].b, answerTo(seq, s.rank))
+	s.stamp(s.answers[k][b.Worker()].Val.Bytes(), answerTo(seq, s.rank))
 	return nil
 }
 
@@ -355,7 +347,8 @@ func (s *afdServer) respond(b af.Batch, err error) {
 		err = b.Refuse(err)
 	} else {
 		k, _ := s.microBatch(b)
-		err = b.Respond(s.answers[k][b.Worker()].out)
+		w := b.Worker()
+		err = b.Respond(s.answers[k][w : w+1])
 	}
 	if err != nil {
 		s.node.Log().Error("respond", "err", err)

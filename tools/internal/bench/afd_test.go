@@ -129,8 +129,8 @@ func TestAFDValues(t *testing.T) {
 		want  string
 	}{
 		"none":   {func([]*afdWorker, []*afdServer) {}, ""},
-		"answer": {func(_ []*afdWorker, ss []*afdServer) { ss[1].answers[0][0].b[stride(size)+100] ^= 1 }, "answer of server 1"},
-		"push":   {func(ws []*afdWorker, _ []*afdServer) { ws[1].all[1].push[size-1] ^= 1 }, "push to server"},
+		"answer": {func(_ []*afdWorker, ss []*afdServer) { ss[1].answers[0][0].Val.Bytes()[stride(size)+100] ^= 1 }, "answer of server 1"},
+		"push":   {func(ws []*afdWorker, _ []*afdServer) { ws[1].all[1].bytes()[size-1] ^= 1 }, "push to server"},
 		"worker": {func(ws []*afdWorker, _ []*afdServer) { ws[1].rank = 0 }, "a push of worker 1 has the stamp of round trip 1 of worker 0"},
 		"server": {func(_ []*afdWorker, ss []*afdServer) { ss[0].rank = 1 }, "of worker "},
 	} {

@@ -38,7 +38,7 @@ func stampEvery(b []byte, seq uint64, stride int) {
 	}
 }
 
-// seal combines the stamps at both ends of a request.
+// seal combines the stamps at both ends of a request. It is 0 for an empty one.
 func seal(b []byte) uint64 {
 	var first, last [8]byte
 	copy(first[:], b)
@@ -61,46 +61,37 @@ func newLatencyServer(l latency, node *postoffice.Node) (end, error) {
 	if err != nil {
 		return nil, err
 	}
-	// Two buffers alternate, since one may still be being sent.
-	var bufs [2][]byte
-	for i := range bufs {
-		if bufs[i], err = alloc(node.Backend(), l.pull); err != nil {
+	// Two answers alternate, since one may still be being sent.
+	answers := make([]af.KeyTensor, 2)
+	for i := range answers {
+		if answers[i], err = newTensor(node.Backend(), timedKey+1, l.pull); err != nil {
 			return nil, err
 		}
-		fill(bufs[i])
+		fill(answers[i].Val.Bytes())
 	}
-	filled := slices.Clone(bufs[0])
+	filled := slices.Clone(answers[0].Val.Bytes())
 	turn := 0
-	answer := make([]af.KeyTensor, 1)
 	return idleServer{}, s.Handle(func(b af.Batch) {
-		var seq uint64
 		var pushed []byte
-		if p := b.Pushes(); len(p) > 0 && p[0].Val.Len() > 0 {
+		if p := b.Pushes(); len(p) > 0 {
 			pushed = p[0].Val.Bytes()
-			seq = seal(pushed)
 		}
 		if l.touch {
 			b.Retain()
 			defer b.Release()
 		}
 		var out []af.KeyTensor
-		if pulls := b.Pulls(); len(pulls) > 0 {
+		if len(b.Pulls()) > 0 {
 			turn ^= 1
-			stamp(bufs[turn], seq)
-			t, err := af.FromBytes(bufs[turn], af.Uint8, int64(l.pull))
-			if err != nil {
-				node.Log().Error("answer", "err", err)
-				return
-			}
-			answer[0] = af.KeyTensor{Key: pulls[0].Key, Val: t}
-			out = answer
+			stamp(answers[turn].Val.Bytes(), seal(pushed))
+			out = answers[turn : turn+1]
 		}
 		if err := b.Respond(out, af.ByKey); err != nil {
 			node.Log().Error("respond", "err", err)
 		}
-		if l.touch { // not the buffer that is being sent
+		if l.touch { // not the answer that is being sent
 			sum(pushed)
-			copy(bufs[turn^1], filled)
+			copy(answers[turn^1].Val.Bytes(), filled)
 		}
 	})
 }
@@ -113,22 +104,14 @@ func sum(b []byte) (s byte) {
 	return s
 }
 
-func alloc(b backend.Backend, n int) ([]byte, error) {
+// newTensor allocates a tensor of n bytes in host memory.
+func newTensor(b backend.Backend, key uint64, n int) (af.KeyTensor, error) {
 	m, err := b.Alloc(n)
 	if err != nil {
-		return nil, err
+		return af.KeyTensor{}, err
 	}
-	return m.Host(), nil
-}
-
-// newTensor allocates n bytes, and returns them and a tensor of them.
-func newTensor(b backend.Backend, key uint64, n int) ([]byte, af.KeyTensor, error) {
-	mem, err := alloc(b, n)
-	if err != nil {
-		return nil, af.KeyTensor{}, err
-	}
-	t, err := af.FromBytes(mem, af.Uint8, int64(n))
-	return mem, af.KeyTensor{Key: key, Val: t}, err
+	t, err := af.FromBytes(m.Host(), af.Uint8, int64(n))
+	return af.KeyTensor{Key: key, Val: t}, err
 }
 
 // latencyWorker makes the round trips.
@@ -143,13 +126,15 @@ type latencyWorker struct {
 
 func newLatencyWorker(l latency, node *postoffice.Node) (_ end, err error) {
 	x := &latencyWorker{latency: l, want: make([]byte, l.pull)}
-	var push, pull af.KeyTensor
-	if x.push, push, err = newTensor(node.Backend(), timedKey, l.push); err == nil {
-		x.pull, pull, err = newTensor(node.Backend(), timedKey+1, l.pull)
-	}
+	push, err := newTensor(node.Backend(), timedKey, l.push)
 	if err != nil {
 		return nil, err
 	}
+	pull, err := newTensor(node.Backend(), timedKey+1, l.pull)
+	if err != nil {
+		return nil, err
+	}
+	x.push, x.pull = push.Val.Bytes(), pull.Val.Bytes()
 	fill(x.want)
 	fill(x.push)
 	x.filled = slices.Clone(x.push)
@@ -183,11 +168,7 @@ func (x *latencyWorker) do(ctx context.Context, _, _ string, _ time.Duration, n 
 		if err != nil {
 			return nil, err
 		}
-		answer := uint64(0)
-		if len(x.push) > 0 {
-			answer = seal(x.push)
-		}
-		stamp(x.want, answer)
+		stamp(x.want, seal(x.push))
 		if !bytes.Equal(x.pull, x.want) {
 			return nil, fmt.Errorf("round %d: the answer is not the one to this request", x.seq)
 		}

@@ -244,11 +244,11 @@ func newSoftware(server, worker *postoffice.Node, sizes []payload) (*software, e
 			key  uint64
 			size int
 		}{{&s.pushes, uint64(2 * i), p.push}, {&s.pulls, uint64(2*i + 1), p.pull}, {&s.answers, uint64(2*i + 1), p.pull}} {
-			b, t, err := newTensor(worker.Backend(), x.key, x.size)
+			t, err := newTensor(worker.Backend(), x.key, x.size)
 			if err != nil {
 				return nil, err
 			}
-			fill(b)
+			fill(t.Val.Bytes())
 			*x.to = append(*x.to, []af.KeyTensor{t})
 		}
 	}
