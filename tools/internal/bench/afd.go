@@ -371,17 +371,17 @@ func (r *afdRun) measure(ctx context.Context, n, s int) (_ *afdReport, err error
 
 // trips measures round trips and the floor.
 func (r *afdRun) trips(rep *afdReport, sides []*afdSide) error {
-	rows := []*row{{of: sides[0].workers, line: askFloor + " - 0"}}
+	rows := []*row{sides[0].workers.row(askFloor + " - 0")}
 	names := []afdTrip{{Form: askFloor}}
 	for _, side := range sides {
 		for _, form := range side.trips {
-			rows = append(rows, &row{of: side.measuring, line: askCalls + " " + form + " 0"})
+			rows = append(rows, side.measuring.row(askCalls+" "+form+" 0"))
 			names = append(names, afdTrip{From: side.from, Form: form})
 		}
 	}
 	iters, _ := defaults(course{rep.Van, deviceOf(r.gpus)}, rep.Workers*rep.Servers*(rep.PushBytes+rep.PullBytes), r.c.Int("iters"), 0)
 	all := blocks(iters, r.c.Int("rounds"))
-	if err := inTurns(all, rows, func(block int) { r.progress(rep, "round trips", block, len(all)) }); err != nil {
+	if err := inTurns(all, func(block int) { r.progress(rep, "round trips", block, len(all)) }, rows...); err != nil {
 		return err
 	}
 	for i, row := range rows {

@@ -75,15 +75,12 @@ func stepCurves(all []*afdReport) (curves []curve) {
 
 // newPlot draws curves. The values of y begin at least at 0.
 func newPlot(title, x, y string, curves []curve) (*plot.Plot, error) {
+	plot.DefaultFont.Variant = "Sans"
 	p := plot.New()
 	p.BackgroundColor = ground
 	p.Title.Text, p.X.Label.Text, p.Y.Label.Text = title, x, y
 	p.Title.TextStyle.Color = ink
 	p.Title.Padding = vg.Points(8)
-	for _, font := range []*plot.Axis{&p.X, &p.Y} {
-		font.Label.TextStyle.Font.Variant, font.Tick.Label.Font.Variant = "Sans", "Sans"
-	}
-	p.Title.TextStyle.Font.Variant, p.Legend.TextStyle.Font.Variant = "Sans", "Sans"
 	grid := plotter.NewGrid()
 	grid.Horizontal.Color = color.RGBA{0xd0, 0xd7, 0xde, 0xff}
 	grid.Vertical.Color = color.Transparent
@@ -116,7 +113,6 @@ func plotAFD(file string, all []*afdReport, compute []time.Duration) error {
 			return err
 		}
 		p.NominalX(names...)
-		p.X.Tick.Label.Font.Variant = "Sans"
 		p.Legend.Left = true
 		plots = append(plots, p)
 	}

@@ -333,19 +333,23 @@ func answerLines(c *cli.Context, do func() (*answer, error), to ...any) error {
 type row struct {
 	of   ranks
 	line string // without the number of calls
-	each int    // calls of a block; 0: as many as the block has
 
 	ns        [][]int64 // by rank, as are took and cpu
 	took, cpu []time.Duration
 }
 
+// row returns a measurement that the ranks make when they get line and the number of calls.
+func (r ranks) row(line string) *row { return &row{of: r, line: line} }
+
 // inTurns measures the rows in turn, in blocks of calls. It does not keep the times of the first block, the warm-up. begin is called
-// before each block.
-func inTurns(blocks []int, rows []*row, begin func(block int)) error {
+// before each block, unless it is nil.
+func inTurns(blocks []int, begin func(block int), rows ...*row) error {
 	for block, n := range blocks {
-		begin(block)
+		if begin != nil {
+			begin(block)
+		}
 		for _, r := range rows {
-			got, err := r.of.askEach(fmt.Sprintf("%s %d", r.line, cmp.Or(r.each, n)))
+			got, err := r.of.askEach(fmt.Sprint(r.line, " ", n))
 			if err != nil {
 				return fmt.Errorf("%s: %w", r.line, err)
 			}

@@ -243,10 +243,7 @@ func startGloo(ctx context.Context, python string, n int, own func(*processes)) 
 
 // measure measures one call, in blocks.
 func (m *collectiveRun) measure(ours, peers ranks, n int, e exchange) (*collectiveReport, error) {
-	iters := m.c.Int("iters")
-	if iters == 0 {
-		iters = min(max(1<<31/(e.size*n*(n-1)+1<<21), 40), 500)
-	}
+	iters := cmp.Or(m.c.Int("iters"), min(max(1<<31/(e.size*n*(n-1)+1<<21), 40), 500))
 	r := &collectiveReport{Van: m.c.String("van"), Op: e.op, Bytes: e.size, Ranks: n, Iters: iters, Checked: true}
 	arrive := e.arrive(n)
 	from, to := make([]byte, arrive), make([]byte, arrive)

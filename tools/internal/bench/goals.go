@@ -50,7 +50,7 @@ func (g goal) reached(ratio float64) bool {
 // course is a transport and a device that have default payloads and goals.
 type course struct{ van, device string }
 
-// courses are the payloads that are measured by default.
+// courses are the payloads that are measured by default; over other courses it is one, attention.
 var (
 	courses = map[course][]payload{
 		{ibverbs, cpu}:    {both(1 << 10), both(64 << 10), attention},
@@ -78,14 +78,6 @@ var goals = map[course]map[payload]goal{
 		attention:       {of: ourFloor, limit: 1.25},
 		both(256 << 20): {of: ourFloor, limit: 1.03},
 	},
-}
-
-// payloads returns the payloads to measure by default: those of the course, or else one.
-func (way course) payloads(one payload) []payload {
-	if all := courses[way]; all != nil {
-		return all
-	}
-	return []payload{one}
 }
 
 // goal returns the goal of a payload.

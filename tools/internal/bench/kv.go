@@ -62,18 +62,15 @@ func runKV(c *cli.Context) error {
 		floor = "verbs"
 	}
 	batches := (s.keys + s.batch - 1) / s.batch
-	var rows []*row
+	var base, push, pull *row
 	cpu, err := runCluster(c, host, place{}, 1, 1, true, func(_, workers ranks) error {
-		for _, what := range []string{askFloor, askPush, askPull, askCheck} {
-			rows = append(rows, &row{of: workers, line: what + " - 0", each: batches})
-		}
-		return inTurns(make([]int, s.rounds+1), rows, func(int) {})
+		base, push, pull = workers.row(askFloor+" - 0"), workers.row(askPush+" - 0"), workers.row(askPull+" - 0")
+		return inTurns(slices.Repeat([]int{batches}, s.rounds+1), nil, base, push, pull, workers.row(askCheck+" - 0"))
 	}, "kv", s.keys, s.values, s.batch, s.flight)
 	if err != nil {
 		return err
 	}
-	push, pull := rows[1], rows[2]
-	ours, floorQ := summarize(slices.Concat(push.ns[0], pull.ns[0])), summarize(rows[0].ns[0])
+	ours, floorQ := summarize(slices.Concat(push.ns[0], pull.ns[0])), summarize(base.ns[0])
 	out, in := s.floorBytes()
 	rep := &kvReport{Van: c.String("van"), Keys: s.keys, Values: s.values, Batch: s.batch, Flight: s.flight, Requests: len(push.ns[0]) + len(pull.ns[0]),
 		tail: ours.tail, Bps: float64(s.rounds*(2*s.bytes(s.keys)+8*s.keys)) / (push.took[0] + pull.took[0]).Seconds(),
@@ -187,30 +184,22 @@ func (s *kvSpec) pass(ctx context.Context, batches int, send func(lo, hi int) (k
 		start time.Time
 	}
 	var flight []request
-	await := func() error {
-		q := flight[0]
-		flight = flight[1:]
-		err := q.call.Wait(ctx)
-		ns = append(ns, int64(time.Since(q.start)))
-		return err
-	}
-	for b := range batches {
-		if len(flight) == s.flight {
-			if err := await(); err != nil {
+	for sent := 0; len(ns) < batches; {
+		if sent < batches && len(flight) < s.flight {
+			start := time.Now()
+			call, err := send(sent*s.batch, min((sent+1)*s.batch, s.keys))
+			if err != nil {
 				return nil, err
 			}
+			flight = append(flight, request{call, start})
+			sent++
+			continue
 		}
-		start := time.Now()
-		call, err := send(b*s.batch, min((b+1)*s.batch, s.keys))
-		if err != nil {
+		if err := flight[0].call.Wait(ctx); err != nil {
 			return nil, err
 		}
-		flight = append(flight, request{call, start})
-	}
-	for len(flight) > 0 {
-		if err := await(); err != nil {
-			return nil, err
-		}
+		ns = append(ns, int64(time.Since(flight[0].start)))
+		flight = flight[1:]
 	}
 	return ns, nil
 }

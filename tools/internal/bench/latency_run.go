@@ -74,9 +74,9 @@ func runLatency(c *cli.Context) error {
 		return exit.Usage("bench: --touch wants --van zmq or local and --device cpu: other floors do not touch their bytes")
 	}
 	m := &latencyRun{c: c, at: at, way: at.course(c.String("van"))}
-	all := []payload{{c.Int("push"), c.Int("pull")}}
-	if !c.IsSet("push") && !c.IsSet("pull") {
-		all = m.way.payloads(all[0])
+	all := courses[m.way]
+	if all == nil || c.IsSet("push") || c.IsSet("pull") {
+		all = []payload{{c.Int("push"), c.Int("pull")}}
 	}
 	if c.Bool("check") {
 		if err := m.checkable(all); err != nil {
@@ -172,12 +172,12 @@ func (m *latencyRun) measure(p payload, blocks []int) (*result, map[string]float
 		if onGPUs { // servers take part in exchanges
 			ends = slices.Concat(workers, servers)
 		}
-		rows := []*row{{of: workers, line: askFloor + " - 0"}, {of: workers, line: askBare + " - 0"}, {of: ends, line: askCalls + " " + form + " 0"}}
-		err := inTurns(blocks, rows, func(int) {})
-		if err == nil {
-			r.Floor, r.Bare, r.Ours, r.CPU = rows[0].ns[0], rows[1].ns[0], rows[2].ns[0], rows[2].cpu[0].Seconds()
+		floor, bare, ours := workers.row(askFloor+" - 0"), workers.row(askBare+" - 0"), ends.row(askCalls+" "+form+" 0")
+		if err := inTurns(blocks, nil, floor, bare, ours); err != nil {
+			return err
 		}
-		return err
+		r.Floor, r.Bare, r.Ours, r.CPU = floor.ns[0], bare.ns[0], ours.ns[0], ours.cpu[0].Seconds()
+		return nil
 	}, spec...)
 	return r, cpu, err
 }

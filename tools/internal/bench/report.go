@@ -53,9 +53,11 @@ type bareReport struct {
 	RatioP99 float64 `json:"ratio_p99"`
 }
 
+func (p place) where() where { return where{deviceOf(p.gpus), p.gpus, p.both, p.note()} }
+
 func newLatencyReport(van string, at place, p payload, iters int, r *result, cpu map[string]float64) *latencyReport {
 	ours, floor := summarize(r.Ours), summarize(r.Floor)
-	rep := &latencyReport{Van: van, where: where{deviceOf(at.gpus), at.gpus, at.both, at.note()}, PushBytes: p.push, PullBytes: p.pull, Iters: iters,
+	rep := &latencyReport{Van: van, where: at.where(), PushBytes: p.push, PullBytes: p.pull, Iters: iters,
 		quantiles: ours, FloorP50: floor.P50, FloorP90: floor.P90, FloorP99: floor.P99, FloorMax: floor.Max,
 		RatioP50: ours.P50 / floor.P50, RatioP99: ours.P99 / floor.P99, CPU: cpu, WorkerPart: r.CPU, Checked: r.Checked}
 	if len(r.Bare) > 0 {

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 
 	"github.com/urfave/cli/v2"
 
@@ -72,18 +73,16 @@ func runSession(c *cli.Context) error {
 	if c.Bool("check") && !judged {
 		return exit.Usage("bench session: --check wants --van local and 4 ranks: there is a goal for that")
 	}
-	var rows []*row
+	var call, one, all *row
 	cpu, err := runCluster(c, c.String("host"), place{}, n, 1, false, func(_, workers ranks) error {
-		for _, what := range []string{askCall, askOne, askAll} {
-			rows = append(rows, &row{of: workers, line: what, each: iters})
-		}
-		return inTurns(make([]int, rounds+1), rows, func(int) {})
+		call, one, all = workers.row(askCall), workers.row(askOne), workers.row(askAll)
+		return inTurns(slices.Repeat([]int{iters}, rounds+1), nil, call, one, all)
 	}, "session")
 	if err != nil {
 		return err
 	}
-	rep := &sessionReport{Van: c.String("van"), Ranks: n, Calls: iters * rounds, Call: summarize(rows[0].ns[0]), PushPull: summarize(rows[1].ns[0]),
-		All: summarize(rows[2].ns[0]), CPU: cpu, Checked: true}
+	rep := &sessionReport{Van: c.String("van"), Ranks: n, Calls: iters * rounds, Call: summarize(call.ns[0]), PushPull: summarize(one.ns[0]),
+		All: summarize(all.ns[0]), CPU: cpu, Checked: true}
 	rep.RatioP50, rep.RatioAll = rep.Call.P50/rep.PushPull.P50, rep.Call.P50/rep.All.P50
 	var v verdict
 	if judged {

@@ -2,6 +2,7 @@ package bench
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"fmt"
@@ -142,14 +143,11 @@ func (r *windowReport) judge(v *verdict) {
 
 // measureWindow measures one size, in blocks. rdma is nil unless the van is ibverbs.
 func measureWindow(c *cli.Context, workers ranks, over string, rdma *rdmaRun, size int) (*windowReport, error) {
-	iters := c.Int("iters")
-	if iters == 0 {
-		moved := 1 << 30
-		if over == ibverbs { // the device may be emulated
-			moved = 1 << 28
-		}
-		iters = min(max(moved/(size+1<<18), 100), 4000)
+	moved := 1 << 30
+	if over == ibverbs { // the device may be emulated
+		moved = 1 << 28
 	}
+	iters := cmp.Or(c.Int("iters"), min(max(moved/(size+1<<18), 100), 4000))
 	r := &windowReport{Van: over, Bytes: size, Iters: iters, Of: "copy and flag", Checked: true}
 	var figures perfFigures
 	var server *floorServer

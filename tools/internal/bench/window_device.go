@@ -2,6 +2,7 @@ package bench
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -36,10 +37,8 @@ const (
 
 // windowGPUReport is the JSON line of bench window --device gpu. Quantiles are in microseconds.
 type windowGPUReport struct {
-	Van      string    `json:"van"`
-	Device   string    `json:"device"`
-	GPUs     []int     `json:"gpus"`
-	Note     string    `json:"note,omitempty"`
+	Van string `json:"van"`
+	where
 	Bytes    int       `json:"bytes"`
 	Iters    int       `json:"iters"`
 	OneWay   quantiles `json:"one_way"`
@@ -60,11 +59,8 @@ func (r *windowGPUReport) String() string {
 
 // measureWindowGPU measures one size, in blocks.
 func measureWindowGPU(c *cli.Context, workers ranks, at place, size int) (*windowGPUReport, error) {
-	iters := c.Int("iters")
-	if iters == 0 {
-		iters = min(max(8<<30/(size+1<<20), 100), 4000)
-	}
-	r := &windowGPUReport{Van: c.String("van"), Device: deviceOf(at.gpus), GPUs: at.gpus, Note: at.note(), Bytes: size, Iters: iters, Checked: true}
+	iters := cmp.Or(c.Int("iters"), min(max(8<<30/(size+1<<20), 100), 4000))
+	r := &windowGPUReport{Van: c.String("van"), where: at.where(), Bytes: size, Iters: iters, Checked: true}
 	var trips, ways, streams, floors, ahead []int64
 	for block, n := range blocks(iters, c.Int("rounds")) {
 		var got [4][]answer
