@@ -64,6 +64,7 @@ func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 	x.needRDMA = x.cfg.VanType == ibverbs
 	r := Report{Van: x.cfg.VanType}
 	add := func(f Finding) {
+		f.Status = cmp.Or(f.Status, OK)
 		f.Text = strings.ReplaceAll(strings.TrimSpace(f.Text), "\n", "; ") // from joined errors
 		r.Findings = append(r.Findings, f)
 		each(f)

@@ -118,17 +118,8 @@ func (x *exam) exposed(ctx context.Context) []Finding {
 // doors returns the ports of the node, or of all nodes that may start here if DMLC_ROLE is not set.
 func (x *exam) doors(ctx context.Context, h hostaddr.Host) []door {
 	root, rootErr := x.m.Resolve(ctx, x.cfg.RootURI)
-	roles := []string{x.cfg.Role}
-	switch x.cfg.Role {
-	case "":
-		if roles = []string{"server", "worker"}; rootErr == nil && h.Has(root) {
-			roles = append([]string{scheduler}, roles...)
-		}
-	case "joint":
-		roles = []string{"server", "worker"}
-	}
 	var all []door
-	for i, role := range roles {
+	for i, role := range x.roles(rootErr == nil && h.Has(root)) {
 		d := door{Role: role, Transport: x.cfg.VanType, Mode: x.cfg.AuthMode()}
 		var addr netip.Addr
 		switch {

@@ -8,39 +8,25 @@ import (
 	"github.com/stepaf/stepaf-go/internal/limits"
 )
 
-// ofDoctor is the number of open files of this process that a node does not have.
-const ofDoctor = 8
-
 // limits compares the needs of each node of the cluster with this process's limits, as a node does when it starts.
 // Without the shape of a cluster it reports for how many peers the limit of open files is enough. Locked memory has a
 // finding of its own.
 func (x *exam) limits(context.Context) []Finding {
-	_, hard, err := x.m.Files()
+	_, hard, err := x.m.Limits.Files()
 	if err != nil {
 		return []Finding{{Status: Warn, Text: err.Error(), Remedy: "see ulimit -Hn"}}
 	}
 	f := Finding{Data: map[string]any{"open_files": hard}}
-	sys := x.m.Limits
-	sys.Files, sys.Open, sys.Memlock = x.m.Files, func() int { return ofDoctor }, x.m.Memlock
 	if x.cfg.NumWorkers == 0 || x.cfg.NumServers == 0 {
-		f.Text = fmt.Sprintf("%d open files, enough for %d peers over zmq",
-			hard, hard/limits.FilesPerPeer)
-		if found := judge("node", limits.Threads(x.cfg, sys)); len(found) > 0 {
+		if found := judge("node", limits.Threads(x.cfg, x.m.Limits)); len(found) > 0 {
 			return found
 		}
+		f.Text = fmt.Sprintf("%d open files, enough for %d peers over zmq", hard, hard/limits.FilesPerPeer)
 		return []Finding{f}
 	}
-	roles := []string{"scheduler", "server", "worker"}
-	switch x.cfg.Role {
-	case "joint":
-		roles = roles[1:]
-	case "":
-	default:
-		roles = []string{x.cfg.Role}
-	}
 	var found []Finding
-	for _, role := range roles {
-		needs, err := limits.Of(x.cfg, role, sys)
+	for _, role := range x.roles(true) {
+		needs, err := limits.Of(x.cfg, role, x.m.Limits)
 		if err != nil {
 			return append(found, Finding{Status: Warn, Text: err.Error(), Remedy: "see ulimit -a"})
 		}

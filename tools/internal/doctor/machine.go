@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"os"
 	"runtime"
+	"slices"
 
 	zmq4 "github.com/pebbe/zmq4"
 	"golang.org/x/sys/unix"
@@ -42,11 +43,8 @@ type Machine struct {
 	Resolve func(ctx context.Context, host string) (netip.Addr, error)
 	// Open opens a device for reading and writing, and closes it.
 	Open func(name string) error
-	// Files returns the soft and the hard limit of open files.
-	Files func() (soft, hard uint64, err error)
-	// Memlock returns RLIMIT_MEMLOCK in bytes; the largest uint64 means no limit.
-	Memlock func() (uint64, error)
-	// Limits are the limits of threads, of address space, and of files on the host; the fields may be nil.
+	// Limits are the limits of open files, locked memory, threads, address space, and files on the host. Its Memlock returns
+	// RLIMIT_MEMLOCK, even if that does not apply to this process.
 	Limits limits.System
 	// ZMQ creates vans of ZeroMQ.
 	ZMQ van.Factory
@@ -65,7 +63,7 @@ type Machine struct {
 
 // Host returns the machine of this process. version is stepaf's.
 func Host(version string, log *slog.Logger) *Machine {
-	return &Machine{
+	m := &Machine{
 		Root:       os.DirFS("/"),
 		Env:        env.OS(),
 		Version:    version,
@@ -79,16 +77,18 @@ func Host(version string, log *slog.Logger) *Machine {
 		Source:     hostaddr.Source,
 		Resolve:    Resolve,
 		Open:       open,
-		Files:      limits.OS().Files,
-		Memlock:    memlock,
-		Limits:     limits.OS(),
+		Limits:     systemLimits(),
 		ZMQ:        zmq.New,
 		GPUs:       backend.GPUs,
 		OpenGPU:    openGPU,
 		PairChild:  startPairChild,
 		PairBytes:  largeCopy,
-		Verbs:      loadVerbs(log),
+		Verbs:      func() (verbs.Stack, error) { return verbs.Load(verbs.Options{Log: log}) },
 	}
+	if !slices.Contains(m.Transports, ibverbs) {
+		m.Verbs = nil
+	}
+	return m
 }
 
 func libzmq() string {
@@ -109,10 +109,16 @@ func open(name string) error {
 	return f.Close()
 }
 
-func memlock() (uint64, error) {
-	var l unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &l); err != nil {
-		return 0, os.NewSyscallError("getrlimit", err)
+// ofDoctor is the number of open files of this process that a node does not have.
+const ofDoctor = 8
+
+func systemLimits() limits.System {
+	s := limits.OS()
+	s.Open = func() int { return ofDoctor }
+	s.Memlock = func() (uint64, error) {
+		var l unix.Rlimit
+		err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &l)
+		return l.Cur, os.NewSyscallError("getrlimit", err)
 	}
-	return l.Cur, nil
+	return s
 }

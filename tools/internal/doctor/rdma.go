@@ -239,7 +239,7 @@ func (x *rdmaExam) lockedMemory(context.Context) []Finding {
 		return nil
 	}
 	var f Finding
-	limit, err := x.m.Memlock()
+	limit, err := x.m.Limits.Memlock()
 	const remedy = "ulimit -l unlimited (limits.conf: memlock; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)"
 	switch {
 	case err != nil:

@@ -4,44 +4,24 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"slices"
-	"strings"
 )
 
 // Status is the result of a check.
-type Status int
+type Status string
 
 // The statuses. Fail: the configured transport does not work. Warn: something works badly, or would fail with another
 // transport. Skip: the subject of the check does not exist.
 const (
-	OK Status = iota
-	Warn
-	Fail
-	Skip
+	OK   Status = "ok"
+	Warn Status = "warn"
+	Fail Status = "fail"
+	Skip Status = "skip"
 )
-
-var statuses = [...]string{OK: "ok", Warn: "warn", Fail: "fail", Skip: "skip"}
-
-// String returns the printed form of the status.
-func (s Status) String() string { return statuses[s] }
-
-// MarshalText writes the status as String does.
-func (s Status) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
-
-// UnmarshalText reads the output of MarshalText.
-func (s *Status) UnmarshalText(b []byte) error {
-	i := slices.Index(statuses[:], string(b))
-	if i < 0 {
-		return fmt.Errorf("status %q: want one of %s", b, strings.Join(statuses[:], ", "))
-	}
-	*s = Status(i)
-	return nil
-}
 
 // Finding is the result of a check.
 type Finding struct {
 	Name    string   `json:"name"`
-	Status  Status   `json:"status"`
+	Status  Status   `json:"status"` // Run replaces an empty one by OK
 	Text    string   `json:"finding"`
 	Remedy  string   `json:"remedy,omitempty"` // a remedy; empty only if the status is OK
 	Details []string `json:"details,omitempty"`

@@ -67,6 +67,18 @@ func (x *subject) useZMQ() string {
 // needGPU reports whether the configuration chooses GPUs.
 func (x *subject) needGPU() bool { return x.cfg.Backend == "GPU" }
 
+// roles returns the roles of the nodes that this process may start. here reports whether the scheduler may be among them if DMLC_ROLE is not
+// set.
+func (x *subject) roles(here bool) []string {
+	switch {
+	case x.cfg.Role == "" && here:
+		return []string{scheduler, "server", "worker"}
+	case x.cfg.Role == "" || x.cfg.Role == "joint":
+		return []string{"server", "worker"}
+	}
+	return []string{x.cfg.Role}
+}
+
 const capIPCLock = 14
 
 // capable reports whether this process has a capability.

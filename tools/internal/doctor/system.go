@@ -64,16 +64,15 @@ func (x *exam) environment(ctx context.Context) []Finding {
 		err = x.cfg.Validate() // Validate repeats the errors of LoadFrom
 	}
 	var found []Finding
-	for _, e := range slices.DeleteFunc(Unwarned(x.cfg, err), ofSecret) {
-		found = append(found, Finding{Status: Fail, Text: e.Error(), Remedy: `correct it; "stepaf env --explain" shows what each variable means`})
-	}
-	for _, e := range x.absentNames(ctx) {
-		found = append(found, Finding{Status: Fail, Text: e.Error(), Remedy: `correct it, or unset it; "stepaf env --explain" shows what each variable means`})
-	}
-	if interfaces, err := x.m.Interfaces(); err == nil {
-		for _, e := range Unreachable(ctx, x.cfg, hostaddr.Host{Interfaces: interfaces, Source: x.m.Source}, x.m.Resolve) {
-			found = append(found, Finding{Status: Fail, Text: e.Error(), Remedy: `correct it; "stepaf env --explain" shows what each variable means`})
+	fail := func(errs []error, remedy string) {
+		for _, e := range errs {
+			found = append(found, Finding{Status: Fail, Text: e.Error(), Remedy: remedy + `; "stepaf env --explain" shows what each variable means`})
 		}
+	}
+	fail(slices.DeleteFunc(Unwarned(x.cfg, err), ofSecret), "correct it")
+	fail(x.absentNames(ctx), "correct it, or unset it")
+	if interfaces, err := x.m.Interfaces(); err == nil {
+		fail(Unreachable(ctx, x.cfg, hostaddr.Host{Interfaces: interfaces, Source: x.m.Source}, x.m.Resolve), "correct it")
 	}
 	for _, w := range x.cfg.Warnings {
 		found = append(found, Finding{Status: Warn, Text: w, Remedy: `see "stepaf env --explain"`})
