@@ -3,6 +3,7 @@ package env
 // Config: every setting of a node as a typed field, and values derived from several.
 
 import (
+	"cmp"
 	"log/slog"
 	"runtime"
 	"time"
@@ -191,13 +192,7 @@ func (c *Config) RDMADepths() (start, rx int) {
 	if c.Role == roleScheduler {
 		start, rx = 256, 16
 	}
-	if c.RDMAStartDepth > 0 {
-		start = c.RDMAStartDepth
-	}
-	if c.RDMARxDepth > 0 {
-		rx = c.RDMARxDepth
-	}
-	return start, rx
+	return cmp.Or(c.RDMAStartDepth, start), cmp.Or(c.RDMARxDepth, rx)
 }
 
 // LogLevel maps PS_VERBOSE to slog: 0 shows warnings and errors, 1 adds

@@ -5,6 +5,7 @@ package env
 import (
 	"cmp"
 	"slices"
+	"strings"
 )
 
 // Effective is one line of the table of settings in force.
@@ -56,18 +57,9 @@ func (c *Config) Origin(name string) string {
 // Strip returns environ, a list of NAME=value, without the variables that have a place in
 // Config, and their aliases.
 func Strip(environ []string) []string {
-	ours := map[string]bool{}
-	for i := range table {
-		for _, n := range table[i].spellings() {
-			ours[n] = true
-		}
-	}
-	all := names(environ)
-	var rest []string
-	for i, kv := range environ {
-		if !ours[all[i]] {
-			rest = append(rest, kv)
-		}
-	}
-	return rest
+	ours := readNames()
+	return slices.DeleteFunc(slices.Clone(environ), func(kv string) bool {
+		name, _, _ := strings.Cut(kv, "=")
+		return slices.Contains(ours, name)
+	})
 }

@@ -5,7 +5,6 @@ package env
 import (
 	"errors"
 	"strconv"
-	"strings"
 )
 
 // ErrInvalid is van.ErrInvalid, which every Error matches.
@@ -22,18 +21,14 @@ type Error struct {
 
 // Error gives one line: NAME="value" (why): want what.
 func (e *Error) Error() string {
-	var b strings.Builder
-	b.WriteString(e.Name)
+	text := e.Name + "=" + strconv.Quote(e.Value) // on one line for any value
 	if e.Value == "" {
-		b.WriteString(" is not set")
-	} else {
-		b.WriteString("=" + strconv.Quote(e.Value)) // on one line for any value
+		text = e.Name + " is not set"
 	}
 	if e.Why != "" {
-		b.WriteString(" (" + e.Why + ")")
+		text += " (" + e.Why + ")"
 	}
-	b.WriteString(": want " + e.Want)
-	return b.String()
+	return text + ": want " + e.Want
 }
 
 // Unwrap makes errors.Is(err, van.ErrInvalid) true.

@@ -73,7 +73,7 @@ func Default() *Config {
 // invalid values are replaced by defaults, for display only.
 func LoadFrom(src Source) (*Config, error) {
 	l := &loader{c: Default(), src: src}
-	l.c.origins = map[string]string{}
+	l.c.origins, l.c.meant = map[string]string{}, map[string]string{}
 	for i := range table {
 		switch v := &table[i]; v.name {
 		case enableRDMA:
@@ -104,9 +104,6 @@ func (l *loader) findMisspelt(names []string) {
 	c := l.c
 	for v, n := range likely(names, func(v string) bool { return c.origins[v] != "" }) {
 		value, _ := l.src.Lookup(n)
-		if c.meant == nil {
-			c.meant = map[string]string{}
-		}
 		c.meant[v] = fmt.Sprintf("%s=%q is, which nothing reads; did you mean %s?", n, value, v)
 	}
 	c.misspelt = misspelt(names)

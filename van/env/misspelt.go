@@ -38,13 +38,10 @@ func readNames() (list []string) {
 	return list
 }
 
-func knownNames() map[string]bool {
-	known := map[string]bool{}
-	for _, n := range slices.Concat(readNames(), otherPrograms) {
-		known[n] = true
-	}
+func knownNames() []string {
+	known := slices.Concat(readNames(), otherPrograms)
 	for _, o := range others {
-		known[o.name] = true
+		known = append(known, o.name)
 	}
 	return known
 }
@@ -63,7 +60,7 @@ func misspelt(names []string) []Suggestion {
 	var found []Suggestion
 	for _, n := range slices.Compact(names) {
 		p := plain(n)
-		if known[n] || !ours(p) && !slices.Contains(candidates, p) {
+		if slices.Contains(known, n) || !ours(p) && !slices.Contains(candidates, p) {
 			continue
 		}
 		if near := nearest(p, candidates); near != "" {
@@ -115,7 +112,7 @@ func likely(names []string, isSet func(string) bool) map[string]string {
 		best, least := "", 1<<30
 		for i := range table {
 			v := &table[i]
-			if !v.needed || known[n] || !resembles(p, v.name) {
+			if !v.needed || slices.Contains(known, n) || !resembles(p, v.name) {
 				continue
 			}
 			if d := distance(p, v.name); d < least {
