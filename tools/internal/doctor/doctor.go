@@ -17,31 +17,35 @@ import (
 
 // check is one check.
 type check struct {
-	name string // name of findings without a name; prefix of the names of others
-	rdma bool   // needed only for ibverbs
-	run  func(context.Context) []Finding
+	name    string // name of findings without a name; prefix of the names of others
+	unknown Status // of a check without a result: it counts as a defect
+	run     func(context.Context) []Finding
 }
 
 // checks lists all checks in order. A check may use the results of earlier ones.
 func (x *exam) checks() []check {
+	rdma, gpu := x.orFail(Warn), Warn
+	if x.needGPU() {
+		gpu = Fail
+	}
 	return []check{
-		{"versions", false, x.versions},
-		{"system", false, x.system},
-		{"environment", false, x.environment},
-		{"secret", false, x.secret},
-		{"limits", false, x.limits},
-		{"zmq loopback", false, x.zmqLoopback},
-		{"rdma build", true, x.rdma.build},
-		{"rdma libraries", true, x.rdma.libraries},
-		{"rdma devices", true, x.rdma.devices},
-		{"rdma port", true, x.rdma.ports},
-		{"locked memory", true, x.rdma.lockedMemory},
-		{"rdma address", true, x.rdma.address},
-		{"rdma loopback", true, x.rdma.loopback},
-		{"gpu", false, x.gpu.list},
-		{gpuPairs, false, x.gpu.pairs},
-		{"same host", false, x.gpu.sameHost},
-		{"exposed", false, x.exposed},
+		{"versions", Fail, x.versions},
+		{"system", Fail, x.system},
+		{"environment", Fail, x.environment},
+		{"secret", Fail, x.secret},
+		{"limits", Fail, x.limits},
+		{"zmq loopback", Fail, x.zmqLoopback},
+		{"rdma build", rdma, x.rdma.build},
+		{"rdma libraries", rdma, x.rdma.libraries},
+		{"rdma devices", rdma, x.rdma.devices},
+		{"rdma port", rdma, x.rdma.ports},
+		{"locked memory", rdma, x.rdma.lockedMemory},
+		{"rdma address", rdma, x.rdma.address},
+		{"rdma loopback", rdma, x.rdma.loopback},
+		{"gpu", gpu, x.gpu.list},
+		{gpuPairs, Warn, x.gpu.pairs},
+		{"same host", Warn, x.gpu.sameHost},
+		{"exposed", Warn, x.exposed},
 	}
 }
 
@@ -72,7 +76,7 @@ func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 	all := x.checks()
 	for i, c := range all {
 		if ctx.Err() != nil {
-			add(x.unseen(ctx, all[i:]))
+			add(unseen(ctx, all[i:]))
 			break
 		}
 		of := func(f Finding) {
@@ -86,7 +90,7 @@ func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 			of(f)
 		}
 		if !ended {
-			of(Finding{Status: x.unknown(c), Text: "does not end: " + reason(ctx), Remedy: "see dmesg; a driver or device may hang"})
+			of(Finding{Status: c.unknown, Text: "does not end: " + reason(ctx), Remedy: "see dmesg; a driver or device may hang"})
 		}
 	}
 	r.count()
@@ -96,24 +100,13 @@ func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 	return r, nil
 }
 
-// unknown returns the status of a check without a result: it counts as a defect.
-func (x *exam) unknown(c check) Status {
-	switch {
-	case c.rdma:
-		return x.orFail(Warn)
-	case c.name == "same host", c.name == "exposed", c.name == gpuPairs, c.name == "gpu" && !x.needGPU():
-		return Warn
-	}
-	return Fail
-}
-
 // unseen returns the finding for all checks that were not made.
-func (x *exam) unseen(ctx context.Context, rest []check) Finding {
+func unseen(ctx context.Context, rest []check) Finding {
 	f := Finding{Name: rest[0].name, Status: Warn, Remedy: "run it again, with a longer --timeout"}
 	var names []string
 	for _, c := range rest {
 		names = append(names, c.name)
-		if x.unknown(c) == Fail {
+		if c.unknown == Fail {
 			f.Status = Fail
 		}
 	}

@@ -101,7 +101,7 @@ func flags() []cli.Flag {
 		&cli.IntFlag{Name: "workers", Aliases: []string{"n"}, Category: shape, DefaultText: "DMLC_NUM_WORKER, else 1", Usage: "worker groups in the cluster"},
 		&cli.IntFlag{Name: "servers", Aliases: []string{"s"}, Category: shape, DefaultText: "DMLC_NUM_SERVER, else 1", Usage: "server groups in the cluster"},
 		&cli.StringFlag{Name: "group-size", Aliases: []string{"g"}, Category: shape, Usage: "processes in each group, or auto: one for each GPU, at most 8; 2 without GPUs", DefaultText: "DMLC_GROUP_SIZE, else 1"},
-		&cli.StringFlag{Name: "role", Category: shape, Value: string(Joint), Usage: "what to start: joint (everything), server (and scheduler), server-slave, worker, or scheduler"},
+		&cli.StringFlag{Name: "role", Category: shape, Value: Joint, Usage: "what to start: joint (everything), server (and scheduler), server-slave, worker, or scheduler"},
 		&cli.IntFlag{Name: "node-rank", Category: shape, Value: -1, DefaultText: "DMLC_NODE_RANK, else 0", Usage: "rank of the group; not with --role joint"},
 		&cli.StringFlag{Name: "gpus", Category: shape, Usage: "`LIST` of devices for the processes of a group, as in 0,2 (0,1,...)"},
 
@@ -134,7 +134,7 @@ func flags() []cli.Flag {
 // spec reads the command line.
 func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
 	s := &Spec{
-		Part: Part(c.String("role")), Workers: c.Int("workers"), Servers: c.Int("servers"), NodeRank: c.Int("node-rank"),
+		Part: c.String("role"), Workers: c.Int("workers"), Servers: c.Int("servers"), NodeRank: c.Int("node-rank"),
 		Host: c.String("host"), Port: c.Int("port"), DefaultPort: c.Int("default-port"),
 		Interface: c.String("interface"), Prefer: c.String("prefer-interface"),
 		DefaultVan: c.String("default-van"), DefaultBackend: c.String("default-backend"),
@@ -144,14 +144,14 @@ func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
 		Banner:           c.String("banner"), Notes: c.StringSlice("note"),
 		Timeout: c.Duration("timeout"), Grace: c.Duration("grace"), KillAfter: c.Duration("kill-after"),
 	}
-	if s.Part.local() { // only if there are other machines, the scheduler logs its address for them, and the missing nodes
+	if s.local() { // only if there are other machines, the scheduler logs its address for them, and the missing nodes
 		s.SchedulerCommand = append(s.SchedulerCommand, "--quiet")
 	}
 	if c.Bool("fserver") {
 		s.SchedulerCommand = append(s.SchedulerCommand, "--fserver")
 	}
 	if !slices.Contains(parts, s.Part) {
-		return nil, exit.Usage("--role %s: want one of %s", s.Part, wordList())
+		return nil, exit.Usage("--role %s: want one of %s", s.Part, strings.Join(parts, ", "))
 	}
 	if n := len(s.Command); n > 0 && (len(raw) <= n || raw[len(raw)-n-1] != "--") {
 		return nil, exit.Usage("%q is not an option: write -- before the command, as in: stepaf launch -n 1 -s 1 -- %s", s.Command[0], strings.Join(s.Command, " "))
@@ -203,14 +203,6 @@ func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
 		s.Defaults = append(s.Defaults, Default{Name: foreign, Value: "1"})
 	}
 	return s, nil
-}
-
-func wordList() string {
-	var l []string
-	for _, p := range parts {
-		l = append(l, string(p))
-	}
-	return strings.Join(l, ", ")
 }
 
 func groupSize(text string) (int, error) {

@@ -197,14 +197,10 @@ func (o *output) await() {
 	_ = o.from.Close() // was only read
 }
 
-// unread returns the number of bytes in a pipe.
+// unread returns the number of bytes in a pipe, 0 after an error.
 func unread(pipe *os.File) (n int) {
-	c, err := pipe.SyscallConn()
-	if err == nil {
-		err = c.Control(func(fd uintptr) { n, _ = unix.IoctlGetInt(int(fd), unix.TIOCINQ) }) // the only error is a wrong descriptor
-	}
-	if err != nil {
-		return 0
+	if c, err := pipe.SyscallConn(); err == nil {
+		_ = c.Control(func(fd uintptr) { n, _ = unix.IoctlGetInt(int(fd), unix.TIOCINQ) }) // the only error is a closed descriptor
 	}
 	return n
 }

@@ -199,7 +199,7 @@ func (p *planner) ranks() error {
 func (p *planner) address() error {
 	s := &p.Spec
 	s.Host = cmp.Or(s.Host, p.cfg.RootURI)
-	if s.Host == "" && !s.Part.schedules() {
+	if s.Host == "" && !s.starts(Scheduler) {
 		return exit.Usage("no scheduler address: give --host or set DMLC_PS_ROOT_URI")
 	}
 	if _, err := netip.ParseAddr(s.Host); err == nil {
@@ -218,10 +218,10 @@ func (p *planner) address() error {
 	if h := p.cfg.NodeHost; h != "" && s.Interface == "" {
 		own = p.named(h)
 	}
-	if own == (Address{}) && (s.Host != "" && s.Part.schedules() || isLoopback(s.Host)) {
+	if own == (Address{}) && (s.Host != "" && s.starts(Scheduler) || isLoopback(s.Host)) {
 		own = p.named(s.Host)
 	}
-	if own == (Address{}) && s.Part.local() && p.chosen != "ibverbs" {
+	if own == (Address{}) && s.local() && p.chosen != "ibverbs" {
 		own = p.m.loopback()
 	}
 	if own == (Address{}) && s.Host != "" && p.m.Resolve != nil {
@@ -254,11 +254,11 @@ func (p *planner) port() error {
 	switch {
 	case s.Port != 0:
 		return nil
-	case s.DefaultPort == 0 && !s.Part.schedules():
+	case s.DefaultPort == 0 && !s.starts(Scheduler):
 		return exit.Usage("no scheduler port: give --port or set DMLC_PS_ROOT_PORT")
-	case s.DefaultPort == 0 && !s.Part.local():
+	case s.DefaultPort == 0 && !s.local():
 		return exit.Usage("no port: give --port or set DMLC_PS_ROOT_PORT, the same on all nodes")
-	case !s.Part.local():
+	case !s.local():
 		s.Port = s.DefaultPort
 		return nil
 	}
@@ -287,7 +287,7 @@ func (p *planner) port() error {
 // cluster sets the cluster's name, which keeps processes of an earlier run at the same port out of the cluster.
 // Launchers on several machines do not know of each other; there only the user can set the name.
 func (p *planner) cluster() {
-	if p.Spec.Part.local() && !p.has("STEPAF_CLUSTER_ID") {
+	if p.Spec.local() && !p.has("STEPAF_CLUSTER_ID") {
 		p.set = append(p.set, Default{Name: "STEPAF_CLUSTER_ID", Value: fmt.Sprintf("launch-%016x", random.Uint64())})
 	}
 }
@@ -311,7 +311,7 @@ func (p *planner) secret() error {
 	}
 	switch {
 	case p.cfg.HasSecret() || p.cfg.Auth == env.AuthOff || p.cfg.Foreign || slices.ContainsFunc(p.Spec.Defaults, decides):
-	case p.Spec.Part.local():
+	case p.Spec.local():
 		p.MakesSecret = !p.Spec.NoSecret
 	case !isLoopback(p.own.IP):
 		p.say("no secret is set: any process that reaches %s can join the cluster, and read and change its tensors; set STEPAF_SECRET_FILE on all machines "+
@@ -323,7 +323,7 @@ func (p *planner) secret() error {
 // children makes the processes: scheduler, servers, workers.
 func (p *planner) children() {
 	s := &p.Spec
-	if s.Part.schedules() {
+	if s.starts(Scheduler) {
 		p.add(Child{Role: "scheduler", Argv: s.SchedulerCommand})
 	}
 	groups := func(role string, n int, argv []string) {
@@ -331,7 +331,7 @@ func (p *planner) children() {
 			return
 		}
 		first := 0
-		if !s.Part.local() {
+		if !s.local() {
 			first, n = s.NodeRank, s.NodeRank+1
 		}
 		for g := first; g < n; g++ {

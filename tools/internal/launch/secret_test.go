@@ -21,7 +21,7 @@ func TestSecretChoice(t *testing.T) {
 	if err := secret.Write(file, secret.Make()); err != nil {
 		t.Fatal(err)
 	}
-	share := func(part Part, host string) func(*Spec) {
+	share := func(part, host string) func(*Spec) {
 		return func(s *Spec) { s.Part, s.Port, s.Host = part, 9, host }
 	}
 	joint := func(*Spec) {}

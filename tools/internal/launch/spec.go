@@ -11,25 +11,16 @@ import (
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 )
 
-// Part is the part of a cluster that is started, named as in the launch scripts.
-type Part string
-
-// The parts of a cluster.
+// The parts of a cluster, named as in the launch scripts.
 const (
-	Joint       Part = "joint"        // scheduler, all servers and all workers
-	Server      Part = "server"       // scheduler and one server group
-	ServerSlave Part = "server-slave" // one more server group
-	Worker      Part = "worker"       // one worker group
-	Scheduler   Part = "scheduler"    // the scheduler alone
+	Joint       = "joint"        // scheduler, all servers and all workers
+	Server      = "server"       // scheduler and one server group
+	ServerSlave = "server-slave" // one more server group
+	Worker      = "worker"       // one worker group
+	Scheduler   = "scheduler"    // the scheduler alone
 )
 
-var parts = []Part{Joint, Server, ServerSlave, Worker, Scheduler}
-
-// local reports whether all nodes are on this machine, so that the launcher may choose transport and backend.
-func (p Part) local() bool { return p == Joint }
-
-// schedules reports whether the scheduler is among the children.
-func (p Part) schedules() bool { return p == Joint || p == Server || p == Scheduler }
+var parts = []string{Joint, Server, ServerSlave, Worker, Scheduler}
 
 // Auto is a Spec.GroupSize: one instance for each GPU, at most 8, or 2 without GPUs.
 const Auto = -1
@@ -44,12 +35,12 @@ type Default struct{ Role, Name, Value string }
 // Spec describes what to start. A field with its zero value is taken from the environment variable named, or from its
 // default.
 type Spec struct {
-	Part      Part
-	Workers   int   // groups in the whole cluster; DMLC_NUM_WORKER, 1
-	Servers   int   // DMLC_NUM_SERVER, 1
-	GroupSize int   // instances of a group, or Auto; DMLC_GROUP_SIZE, 1
-	NodeRank  int   // rank of the one group that Server, ServerSlave and Worker start; -1: DMLC_NODE_RANK, 0
-	GPUs      []int // devices of the instances of a group; nil means 0, 1, ...
+	Part      string // what to start
+	Workers   int    // groups in the whole cluster; DMLC_NUM_WORKER, 1
+	Servers   int    // DMLC_NUM_SERVER, 1
+	GroupSize int    // instances of a group, or Auto; DMLC_GROUP_SIZE, 1
+	NodeRank  int    // rank of the one group that Server, ServerSlave and Worker start; -1: DMLC_NODE_RANK, 0
+	GPUs      []int  // devices of the instances of a group; nil means 0, 1, ...
 
 	Host        string // scheduler's; DMLC_PS_ROOT_URI, this machine's address
 	Port        int    // scheduler's; DMLC_PS_ROOT_PORT, DefaultPort
@@ -116,11 +107,14 @@ func (s *Spec) check() error {
 	return nil
 }
 
+// local reports whether all nodes are on this machine, so that the launcher may choose transport and backend.
+func (s *Spec) local() bool { return s.Part == Joint }
+
 // starts reports whether any child has the role.
 func (s *Spec) starts(role string) bool {
 	switch role {
-	case "scheduler":
-		return s.Part.schedules()
+	case Scheduler:
+		return s.Part == Joint || s.Part == Server || s.Part == Scheduler
 	case "server":
 		return s.Part == Joint || s.Part == Server || s.Part == ServerSlave
 	default:
