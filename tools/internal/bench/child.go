@@ -239,6 +239,9 @@ type answer struct {
 	CPU  time.Duration `json:"cpu,omitempty"`  // of the rank during the calls
 }
 
+// times is the answer of a rank that has only measured times.
+func times(ns []int64, err error) (*answer, error) { return &answer{NS: ns}, err }
+
 // unable is the reason why a rank could not make a call.
 type unable string
 

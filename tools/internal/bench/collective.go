@@ -363,10 +363,7 @@ func childCollective(c *cli.Context, node *postoffice.Node) error {
 	}
 	var e exchange
 	var iters int
-	if err := answerLines(c, func() (*answer, error) {
-		ns, err := e.run(c.Context, comm, iters)
-		return &answer{NS: ns}, err
-	}, &e.op, &e.size, &iters); err != nil {
+	if err := answerLines(c, func() (*answer, error) { return times(e.run(c.Context, comm, iters)) }, &e.op, &e.size, &iters); err != nil {
 		return err
 	}
 	if err := comm.Barrier(c.Context); err != nil {

@@ -92,22 +92,21 @@ func (c *verbsClient) close() { _ = c.e.Close() }
 func (c *verbsClient) measure(n int) ([]int64, error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	ns := make([]int64, n)
-	for i := range ns {
+	return timed(n, func(int) error {
 		start := time.Now()
 		if err := c.e.Write(0); err != nil {
-			return nil, fmt.Errorf("floor: %w", err)
+			return fmt.Errorf("floor: %w", err)
 		}
-		for came := false; !came; {
-			var err error
-			if _, came, err = c.e.Arrival(floorPatient, 0); err != nil {
-				return nil, fmt.Errorf("floor: %w", err)
-			}
-			if !came && time.Since(start) > floorPatient {
-				return nil, fmt.Errorf("floor: no answer within %s", floorPatient)
+		for {
+			_, came, err := c.e.Arrival(floorPatient, 0)
+			switch {
+			case err != nil:
+				return fmt.Errorf("floor: %w", err)
+			case came:
+				return nil
+			case time.Since(start) > floorPatient:
+				return fmt.Errorf("floor: no answer within %s", floorPatient)
 			}
 		}
-		ns[i] = int64(time.Since(start))
-	}
-	return ns, nil
+	})
 }

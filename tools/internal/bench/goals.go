@@ -39,6 +39,14 @@ func (g goal) String() string {
 	return fmt.Sprintf("at most %g", g.limit)
 }
 
+// text returns the goal in parentheses after a figure, "" if there is none.
+func (g goal) text() string {
+	if g.limit == 0 {
+		return ""
+	}
+	return fmt.Sprintf(" (goal: %s)", g)
+}
+
 // reached reports whether a ratio meets the goal.
 func (g goal) reached(ratio float64) bool {
 	if g.least {

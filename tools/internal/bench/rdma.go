@@ -147,20 +147,14 @@ func (x *rdmaReport) judge(p fmt.Stringer, g goal, v *verdict) {
 
 // print prints the comparison of what.
 func (x *rdmaReport) print(w io.Writer, what string) {
-	goal := func(word string, v float64) string {
-		if v == 0 {
-			return ""
-		}
-		return fmt.Sprintf(" (goal: %s %g)", word, v)
-	}
 	if x.Missing != "" {
 		fmt.Fprintf(w, "no comparison with perftest: %s\n", x.Missing)
 	}
 	if x.WriteLat > 0 {
-		fmt.Fprintf(w, "ib_write_lat, one way: %.2f us; %s takes %.2f times that%s\n", x.WriteLat, what, x.LatRatio, goal("at most", x.LatGoal))
+		fmt.Fprintf(w, "ib_write_lat, one way: %.2f us; %s takes %.2f times that%s\n", x.WriteLat, what, x.LatRatio, goal{limit: x.LatGoal}.text())
 	}
 	if x.WriteBW > 0 {
 		fmt.Fprintf(w, "ib_write_bw, %d bytes: %.1f MB/s; %s moves %.1f MB/s at p50, %.2f of that%s\n",
-			bwSize, x.WriteBW/1e6, what, x.Bps/1e6, x.BWRatio, goal("at least", x.BWGoal))
+			bwSize, x.WriteBW/1e6, what, x.Bps/1e6, x.BWRatio, goal{limit: x.BWGoal, least: true}.text())
 	}
 }

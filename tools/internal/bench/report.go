@@ -105,7 +105,7 @@ func (r *latencyReport) print(w io.Writer) error {
 		fmt.Fprintf(w, "%-16s %10.2f %10.2f %10.2f %10.2f\n", "ratio to that", b.RatioP50, r.P90/b.P90, b.RatioP99, r.Max/b.Max)
 	}
 	if r.Goal > 0 {
-		fmt.Fprintf(w, "push_pull takes %.2f times the floor at p50 (goal: at most %g)\n", r.RatioP50, r.Goal)
+		fmt.Fprintf(w, "push_pull takes %.2f times the floor at p50%s\n", r.RatioP50, goal{limit: r.Goal}.text())
 	}
 	if r.RDMA != nil {
 		r.RDMA.print(w, "push_pull")

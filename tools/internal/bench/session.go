@@ -103,11 +103,8 @@ func (r *sessionReport) print(w io.Writer) error {
 	}{{"call", r.Call}, {"push_pull, 1 KiB", r.PushPull}, {"push_pull, all ranks", r.All}} {
 		fmt.Fprintf(w, "%-22s %10.1f %10.1f %10.1f %10.1f\n", x.name, x.q.P50, x.q.P90, x.q.P99, x.q.Max)
 	}
-	fmt.Fprintf(w, "a call takes %.2f times a push_pull with one server", r.RatioP50)
-	if r.Goal > 0 {
-		fmt.Fprintf(w, " (goal: at most %g)", r.Goal)
-	}
-	_, err := fmt.Fprintf(w, ", and %.2f times one with all of them\n", r.RatioAll)
+	_, err := fmt.Fprintf(w, "a call takes %.2f times a push_pull with one server%s, and %.2f times one with all of them\n",
+		r.RatioP50, goal{limit: r.Goal}.text(), r.RatioAll)
 	return err
 }
 
@@ -176,8 +173,7 @@ func callRanks(c *cli.Context, node *postoffice.Node) error {
 	var what string
 	var n int
 	if err := answerLines(c, func() (*answer, error) {
-		ns, err := timed(n, func(int) error { return do[what]() })
-		return &answer{NS: ns}, err
+		return times(timed(n, func(int) error { return do[what]() }))
 	}, &what, &n); err != nil {
 		return err
 	}

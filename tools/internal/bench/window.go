@@ -229,10 +229,7 @@ func childWindow(c *cli.Context, node *postoffice.Node) error {
 		err = answerOnGPU(c, w, comm, node.Backend(), most)
 	} else {
 		var size, n int
-		err = answerLines(c, func() (*answer, error) {
-			ns, err := putAndWait(c.Context, w, size, n)
-			return &answer{NS: ns}, err
-		}, &size, &n)
+		err = answerLines(c, func() (*answer, error) { return times(putAndWait(c.Context, w, size, n)) }, &size, &n)
 	}
 	if err != nil {
 		return err

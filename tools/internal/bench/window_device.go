@@ -286,14 +286,10 @@ func (t *deviceTripper) doFloor(ctx context.Context, size, n int) (*answer, erro
 			return nil, err
 		}
 	}
-	a := &answer{NS: make([]int64, n)}
-	if t.floor != nil {
-		var err error
-		if a.NS, err = t.floor.measure(n); err != nil {
-			return nil, err
-		}
+	if t.floor == nil {
+		return &answer{NS: make([]int64, n)}, nil
 	}
-	return a, nil
+	return times(t.floor.measure(n))
 }
 
 func (t *deviceTripper) beginFloor(ctx context.Context, size int) (err error) {
