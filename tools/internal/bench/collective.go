@@ -393,26 +393,33 @@ func (e exchange) run(ctx context.Context, c *collective.Comm, iters int) ([]int
 	}
 	var to, from af.Tensor
 	var tos, froms []af.Tensor
-	var call func() (collective.Op, error)
+	wait := func(op collective.Op, err error) error {
+		if err != nil {
+			return err
+		}
+		return op.Wait(ctx)
+	}
+	var call func() error
 	switch e.op {
 	case allGather:
 		gets = n
-		call = func() (collective.Op, error) { return c.AllGather(to, from) }
+		call = func() error { return wait(c.AllGather(to, from)) }
 	case allToAll:
 		gives, gets = n, n
 		want = func(part, k, i int) float32 { return given(part, self, k, i) }
-		call = func() (collective.Op, error) { return c.AllToAll(tos, froms) }
+		call = func() error { return wait(c.AllToAll(tos, froms)) }
 	case broadcast:
-		call = func() (collective.Op, error) { return c.Broadcast(to, 0) }
+		call = func() error { return wait(c.Broadcast(to, 0)) }
 	case reduceScatter:
 		gives = n
 		want = func(_, k, i int) float32 { return sum(self, k, i) }
-		call = func() (collective.Op, error) { return c.ReduceScatter(to, from, collective.Sum) }
+		call = func() error { return wait(c.ReduceScatter(to, from, collective.Sum)) }
 	case allReduce:
 		want = func(_, k, i int) float32 { return sum(0, k, i) }
-		call = func() (collective.Op, error) { return c.AllReduce(to, from, collective.Sum) }
+		call = func() error { return wait(c.AllReduce(to, from, collective.Sum)) }
 	case barrier:
 		gives, gets = 0, 0
+		call = func() error { return c.Barrier(ctx) }
 	}
 	in, out := make([]float32, gives*count), make([]float32, gets*count)
 	if e.op == broadcast && self == 0 {
@@ -442,14 +449,7 @@ func (e exchange) run(ctx context.Context, c *collective.Comm, iters int) ([]int
 			in[p*count] = given(self, p, 0, i)
 		}
 		start := time.Now()
-		if call == nil {
-			err = c.Barrier(ctx)
-		} else {
-			var op collective.Op
-			if op, err = call(); err == nil {
-				err = op.Wait(ctx)
-			}
-		}
+		err = call()
 		ns[i] = int64(time.Since(start))
 		if err != nil {
 			return nil, err
@@ -463,7 +463,7 @@ func (e exchange) run(ctx context.Context, c *collective.Comm, iters int) ([]int
 				return nil, fmt.Errorf("%s at rank %d, call %d: element %d is %g, want %g", e, self, i, j, out[j], w)
 			}
 		}
-		if call != nil && !(e.op == broadcast && self == 0) {
+		if e.op != broadcast || self != 0 {
 			for j := 0; j < len(out); j += count {
 				out[j] = -1
 			}
