@@ -1,14 +1,33 @@
 package env
 
-// The document docs/env.md, generated from the table.
+// The document docs/env.md, generated from the table, except the columns that only the document has.
 
 import (
 	"fmt"
 	"strings"
 )
 
-// markdown renders the table as the document docs/env.md.
-func markdown() string {
+// written has the columns of a variable that only the document has.
+type written struct {
+	unset   string // the default of a variable that has none in the table
+	readers string // the roles or transports that read it
+	differs string // from C++ StepMesh
+}
+
+// writtenIn reads these columns of a document, by variable.
+func writtenIn(document string) map[string]written {
+	all := map[string]written{}
+	for line := range strings.SplitSeq(document, "\n") {
+		if c := strings.Split(line, "|"); len(c) == 8 {
+			name, _, _ := strings.Cut(strings.TrimPrefix(c[1], "`"), "`")
+			all[name] = written{c[3], c[4], c[6]}
+		}
+	}
+	return all
+}
+
+// markdown renders the table as the document docs/env.md, with the columns that only the document has.
+func markdown(columns map[string]written) string {
 	var b strings.Builder
 	b.WriteString(intro)
 	for _, t := range topics {
@@ -16,7 +35,7 @@ func markdown() string {
 		b.WriteString("|Variable|Values|Default|Read by|Meaning|Unlike the original|\n|---|---|---|---|---|---|\n")
 		for i := range table {
 			if v := &table[i]; v.topic == t {
-				b.WriteString(v.markdown())
+				b.WriteString(v.markdown(columns[v.name]))
 			}
 		}
 		switch t {
@@ -46,12 +65,12 @@ func markdown() string {
 	return b.String()
 }
 
-func (v *variable) markdown() string {
+func (v *variable) markdown(w written) string {
 	name := "`" + v.name + "`"
 	for _, a := range v.aliases {
 		name += "<br>or `" + a + "`"
 	}
-	def := v.defNote
+	def := w.unset
 	switch {
 	case v.needed:
 		def = "**required**"
@@ -62,7 +81,7 @@ func (v *variable) markdown() string {
 	case def == "":
 		def = "unset"
 	}
-	return fmt.Sprintf("|%s|%s|%s|%s|%s|%s|\n", name, v.allowed(), def, v.readers, v.help, v.differs)
+	return fmt.Sprintf("|%s|%s|%s|%s|%s|%s|\n", name, v.allowed(), def, w.readers, v.help, w.differs)
 }
 
 const intro = `# Environment variables

@@ -34,12 +34,9 @@ type variable struct {
 	min     int // of numbers
 	max     int
 	def     string   // default as it would be written; "" is unset
-	defNote string   // the meaning of unset, for the documentation
 	words   []string // of Enum
-	readers string   // the roles or transports that read it
 	help    string
-	differs string // from C++ StepMesh
-	needed  bool   // by every node
+	needed  bool // by every node
 
 	// field points into a Config: *int, *bool, *string, *[]string,
 	// *time.Duration, *BusyPoll or *Secret.
