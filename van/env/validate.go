@@ -104,7 +104,11 @@ func (v *variable) validate(c *Config) *Error {
 	if text == "" {
 		switch {
 		case v.needed:
-			return &Error{Name: v.name, Why: c.meant[v.name], Want: v.wantSet()}
+			want := v.want()
+			if v.kind == String {
+				want = "a host name or address"
+			}
+			return &Error{Name: v.name, Why: c.meant[v.name], Want: want}
 		case v.def != "":
 			return fail(v.want())
 		}
@@ -120,14 +124,6 @@ func (v *variable) validate(c *Config) *Error {
 		return fail(v.want())
 	}
 	return nil
-}
-
-// wantSet says what a variable that is missing should be.
-func (v *variable) wantSet() string {
-	if v.kind == String {
-		return "a host name or address"
-	}
-	return v.want()
 }
 
 // part is one of the instances that a process starts.

@@ -307,7 +307,6 @@ func (x *afdDeviceWorker) compare(form string, turn int, after string) error {
 // afdDeviceServer answers the workers.
 type afdDeviceServer struct {
 	*afdDevice
-	node    *postoffice.Node
 	push    []backend.Mem       // of exchanges, by worker
 	answers [2][]backend.Mem    // by worker
 	out     [4][][]af.KeyTensor // answers by messages, by worker
@@ -315,7 +314,7 @@ type afdDeviceServer struct {
 }
 
 func newAFDDeviceServer(a *afdShape, node *postoffice.Node) (*afdDeviceServer, error) {
-	s := &afdDeviceServer{node: node}
+	s := &afdDeviceServer{}
 	workers := node.Topology().NumWorkers
 	var err error
 	if s.afdDevice, err = newAFDDevice(a, node); err == nil {

@@ -109,7 +109,9 @@ func runSoftware(c *cli.Context) error {
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()
 	if !c.Bool("json") {
-		softwareHead(c.App.Writer)
+		fmt.Fprintln(c.App.Writer, "a push_pull without a wire, worker and server together on one core")
+		fmt.Fprintf(c.App.Writer, "%-5s %19s %7s %9s %9s %9s %9s %9s %7s %7s\n", "van", "push / pull bytes", "iters",
+			"p50 ns", "p90 ns", "p99 ns", "max ns", "CPU ns", "allocs", "locks")
 	}
 	for _, name := range vans {
 		all, err := measureSoftware(ctx, name, sizes, c.Int("iters"), c.Int("warmup"))
@@ -123,12 +125,6 @@ func runSoftware(c *cli.Context) error {
 		}
 	}
 	return nil
-}
-
-func softwareHead(w io.Writer) {
-	fmt.Fprintln(w, "a push_pull without a wire, worker and server together on one core")
-	fmt.Fprintf(w, "%-5s %19s %7s %9s %9s %9s %9s %9s %7s %7s\n", "van", "push / pull bytes", "iters",
-		"p50 ns", "p90 ns", "p99 ns", "max ns", "CPU ns", "allocs", "locks")
 }
 
 func (r *softwareReport) print(w io.Writer) error {

@@ -85,7 +85,8 @@ func (x *gpuExam) choice() Finding {
 // sameHost returns the findings about the path of values between nodes of this host, and of values on a GPU.
 func (x *gpuExam) sameHost(context.Context) []Finding {
 	var f Finding
-	switch scope := x.ptraceScope(); {
+	scope, _ := strconv.Atoi(x.line("proc/sys/kernel/yama/ptrace_scope")) // 0 without Yama
+	switch {
 	case x.cfg.EnableIPC == 0:
 		f.Text = "over " + x.cfg.VanType + ": BYTEPS_ENABLE_IPC=0 disables shared memory"
 	case scope > 1:
@@ -113,12 +114,6 @@ func (x *gpuExam) sameHost(context.Context) []Finding {
 		g.Text = "go to nodes of this host " + x.tensorsHere() + "; to others " + away
 	}
 	return append(out, g)
-}
-
-// ptraceScope returns Yama's setting, or 0 without Yama.
-func (x *gpuExam) ptraceScope() int {
-	n, _ := strconv.Atoi(x.line("proc/sys/kernel/yama/ptrace_scope")) // text that is no number counts as 0
-	return n
 }
 
 // tensorsHere describes the path of values on a GPU between nodes of this host.

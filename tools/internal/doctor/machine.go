@@ -63,12 +63,13 @@ type Machine struct {
 
 // Host returns the machine of this process. version is stepaf's.
 func Host(version string, log *slog.Logger) *Machine {
+	major, minor, patch := zmq4.Version()
 	m := &Machine{
 		Root:       os.DirFS("/"),
 		Env:        env.OS(),
 		Version:    version,
 		Go:         runtime.Version() + " " + runtime.GOOS + "/" + runtime.GOARCH,
-		LibZMQ:     libzmq(),
+		LibZMQ:     fmt.Sprintf("%d.%d.%d", major, minor, patch),
 		HasCurve:   zmq4.HasCurve(),
 		Transports: van.Transports(),
 		Backends:   backend.Names(),
@@ -89,11 +90,6 @@ func Host(version string, log *slog.Logger) *Machine {
 		m.Verbs = nil
 	}
 	return m
-}
-
-func libzmq() string {
-	major, minor, patch := zmq4.Version()
-	return fmt.Sprintf("%d.%d.%d", major, minor, patch)
 }
 
 // Resolve returns the IPv4 address of a host name, from this host's name service, and any address unmapped.

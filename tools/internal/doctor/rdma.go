@@ -136,7 +136,7 @@ func (x *rdmaExam) deviceFile(file string, good *[]string, found []Finding) []Fi
 		*good = append(*good, file)
 		return found
 	}
-	f := Finding{Status: x.orFail(Warn), Text: err.Error(), Remedy: "see dmesg: the driver refuses to open " + file + ""}
+	f := Finding{Status: x.orFail(Warn), Text: err.Error(), Remedy: "see dmesg: the driver refuses to open " + file}
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		f.Text, f.Remedy = file+" is missing", "modprobe ib_uverbs rdma_ucm; give a container --device=/dev/infiniband and the host's network"

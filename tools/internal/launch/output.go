@@ -161,12 +161,6 @@ type output struct {
 	done chan struct{}
 }
 
-// begin starts the goroutine that copies.
-func (o *output) begin() {
-	o.done = make(chan struct{})
-	go o.copy()
-}
-
 // copy copies the output until no process has it open, or until the deadline of the pipe. All that was written by then is
 // copied, also if the printer is blocked at the deadline.
 func (o *output) copy() {

@@ -48,6 +48,7 @@ func start(c *Child, plan *Plan, colour int, out *printer) (*process, error) {
 	var err error
 	for i := range p.output {
 		o := &p.output[i]
+		o.done = make(chan struct{})
 		o.emit = func(line []byte) {
 			p.watch.see(line)
 			out.line(i, c.Name(), colour, line)
@@ -68,7 +69,7 @@ func start(c *Child, plan *Plan, colour int, out *printer) (*process, error) {
 		return nil, fmt.Errorf("%s: %w", c.Name(), err)
 	}
 	for i := range p.output {
-		p.output[i].begin()
+		go p.output[i].copy()
 	}
 	return p, nil
 }

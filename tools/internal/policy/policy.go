@@ -90,7 +90,7 @@ func Command() *cli.Command {
 					if c.Bool("all") && !c.IsSet("peer") && !c.IsSet("app") && !c.IsSet("comm") {
 						return "clear all", nil
 					}
-					t, err := targetOf(c, ", --all")
+					t, _, err := targetOf(c, ", --all")
 					return "clear " + t.Target(), err
 				}),
 			},
@@ -98,8 +98,9 @@ func Command() *cli.Command {
 	}
 }
 
-// targetOf reads the option that names the target of a policy.
-func targetOf(c *cli.Context, others string) (p membership.Policy, err error) {
+// targetOf reads the option that names the target of a policy. It returns the option as well, as on the command line: the scheduler uses
+// numbers.
+func targetOf(c *cli.Context, others string) (p membership.Policy, option string, err error) {
 	var given []string
 	for _, f := range []string{"peer", "app", "comm", "all"} {
 		if c.IsSet(f) {
@@ -107,34 +108,35 @@ func targetOf(c *cli.Context, others string) (p membership.Policy, err error) {
 		}
 	}
 	if len(given) != 1 {
-		return p, exit.Usage("policy %s: %d targets (%s): want one of --peer, --app, --comm%s", c.Command.Name, len(given), strings.Join(given, " "), others)
+		return p, "", exit.Usage("policy %s: %d targets (%s): want one of --peer, --app, --comm%s", c.Command.Name, len(given), strings.Join(given, " "), others)
 	}
+	option = fmt.Sprintf("%s %v", given[0], c.Value(given[0][len("--"):]))
 	app := c.Int("app")
 	switch given[0] {
 	case "--peer":
 		role, rank, _ := strings.Cut(c.String("peer"), ":")
 		r, err := strconv.Atoi(rank)
 		if err != nil || r < 0 || r > (van.Empty-9)/2 || role != "worker" && role != "server" {
-			return p, exit.Usage("--peer %s: want worker:RANK or server:RANK", c.String("peer"))
+			return p, "", exit.Usage("--peer %s: want worker:RANK or server:RANK", c.String("peer"))
 		}
 		if p.Peer = van.ServerID(r); role == "worker" {
 			p.Peer = van.WorkerID(r)
 		}
-		return p, nil
+		return p, option, nil
 	case "--comm":
 		if app, err = commlayer.AppOf(c.Int("comm")); err != nil {
-			return p, exit.Usage("--comm %d: %w", c.Int("comm"), err)
+			return p, "", exit.Usage("--comm %d: %w", c.Int("comm"), err)
 		}
 	}
 	if app < 0 || app > 1<<31-1 {
-		return p, exit.Usage("--app %d: want 0 to 2147483647", app)
+		return p, "", exit.Usage("--app %d: want 0 to 2147483647", app)
 	}
 	p.App = int32(app)
-	return p, nil
+	return p, option, nil
 }
 
 func set(c *cli.Context) (string, error) {
-	p, err := targetOf(c, "")
+	p, option, err := targetOf(c, "")
 	if err != nil {
 		return "", err
 	}
@@ -153,22 +155,12 @@ func set(c *cli.Context) (string, error) {
 		return "", exit.Usage("--order %s: want --comm with it: only communicators have an order", p.Order)
 	}
 	if p.Rate == 0 && p.Class == 0 && p.Order == "" {
-		return "", exit.Usage("policy set: nothing to set for %s: want --rate, --class or --order", asGiven(c))
+		return "", exit.Usage("policy set: nothing to set for %s: want --rate, --class or --order", option)
 	}
 	if _, err := membership.ParsePolicy(p.String()); err != nil {
 		return "", exit.With(exit.Misuse, err)
 	}
 	return "set " + p.String(), nil
-}
-
-// asGiven returns the target of a policy as on the command line: the scheduler uses numbers.
-func asGiven(c *cli.Context) string {
-	for _, name := range []string{"peer", "app", "comm"} {
-		if c.IsSet(name) {
-			return fmt.Sprintf("--%s %v", name, c.Value(name))
-		}
-	}
-	return ""
 }
 
 func rateOf(s string) (int64, error) {
