@@ -81,8 +81,8 @@ type afdRun struct {
 	workers, servers []int
 	forms            []string // chosen
 	gpus             []int    // nil: the tensors are in host memory
-	noPython         error    // why nodes in Python are not measured
-	noTorch          error    // why torch.distributed is not measured
+	noPython         string   // why nodes in Python are not measured
+	noTorch          string   // why torch.distributed is not measured
 	compute          []time.Duration
 	phase            string    // of the latest line of progress
 	reported         time.Time // of that line
@@ -281,7 +281,7 @@ func runAFD(c *cli.Context) error {
 	}
 	ctx, cancel := limited(c)
 	defer cancel()
-	if r.noTorch = r.lacks(ctx, "torch", "torch.distributed"); r.noTorch != nil {
+	if r.noTorch = r.lacks(ctx, "torch", "torch.distributed"); r.noTorch != "" {
 		r.noPython = r.noTorch
 	} else {
 		r.noPython = r.lacks(ctx, "torch", "fserver_lib")
@@ -334,14 +334,13 @@ func (r *afdRun) progress(rep *afdReport, phase string, block, of int) {
 // measure measures n workers and s servers.
 func (r *afdRun) measure(ctx context.Context, n, s int) (_ *afdReport, err error) {
 	rep := &afdReport{Van: r.c.String("van"), Workers: n, Servers: s, PushBytes: r.shape.push, PullBytes: r.shape.pull,
-		Layers: r.shape.layers, MicroBatches: r.shape.microBatches, Floor: "TCP", Checked: true, Processors: runtime.NumCPU()}
+		Layers: r.shape.layers, MicroBatches: r.shape.microBatches, NoPython: r.noPython, Floor: "TCP", Checked: true, Processors: runtime.NumCPU()}
 	switch {
 	case r.gpus != nil:
 		rep.Floor = "GPU"
 	case rep.Van == local:
 		rep.Floor = "copies"
 	}
-	rep.NoPython = text(r.noPython)
 	r.progress(rep, "start", 0, 1)
 	rep.CPU, err = withProcesses(ctx, func(ctx context.Context, own func(*processes)) error {
 		sides, err := r.sides(ctx, rep, n, s, own)

@@ -6,7 +6,6 @@ import (
 	"bytes"
 	"context"
 	_ "embed"
-	"errors"
 	"fmt"
 	"os/exec"
 	"slices"
@@ -83,7 +82,7 @@ func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int, own func(*
 		}
 		return args
 	}
-	if forms := r.chosen(afdAllForms[:len(afdAllForms)-1]); len(forms) > 0 && r.noPython == nil {
+	if forms := r.chosen(afdAllForms[:len(afdAllForms)-1]); len(forms) > 0 && r.noPython == "" {
 		cl, err := startNodes(ctx, r.c, r.c.String("host"), s, n, func(role string, rank int) (_, _ []string) {
 			if role == roles[0] {
 				return child, variables(role, rank)
@@ -99,8 +98,8 @@ func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int, own func(*
 	if !slices.Contains(r.forms, formTorch) {
 		return all, nil
 	}
-	rep.NoTorch = text(r.noTorch)
-	if r.noTorch == nil && rep.shared() {
+	rep.NoTorch = r.noTorch
+	if r.noTorch == "" && rep.shared() {
 		rep.NoTorch = fmt.Sprintf("NCCL needs a GPU for each of %d processes", n+s)
 	}
 	if rep.NoTorch != "" {
@@ -118,14 +117,6 @@ func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int, own func(*
 	}
 	side.trips, side.steps = []string{formTorch}, []string{formTorch}
 	return all, nil
-}
-
-// text returns the text of an error, "" of nil.
-func text(err error) string {
-	if err == nil {
-		return ""
-	}
-	return err.Error()
 }
 
 // gpusOf returns the GPUs of n processes, which use those of the run in turn.
@@ -147,22 +138,24 @@ modules = [importlib.import_module(name) for name in sys.argv[2:]]
 if sys.argv[1] == "gpu" and not modules[0].cuda.is_available():
     sys.exit("PyTorch sees no GPU")`
 
-var errNoPython = errors.New("--python none")
+// noPython is the reason of --python none.
+const noPython = "--python none"
 
-// lacks returns why Python processes cannot be started, or nil.
-func (r *afdRun) lacks(ctx context.Context, modules ...string) error {
+// lacks returns why Python processes cannot be started, or "".
+func (r *afdRun) lacks(ctx context.Context, modules ...string) string {
 	python := r.c.String("python")
 	if python == "none" {
-		return errNoPython
+		return noPython
 	}
 	cmd := exec.CommandContext(ctx, python, slices.Concat([]string{"-c", pythonCheck, deviceOf(r.gpus)}, modules)...)
 	var said bytes.Buffer
 	cmd.Stderr = &said
-	if err := cmd.Run(); err != nil {
-		if last := lastLine(said.String()); last != "" {
-			return fmt.Errorf("%s: %s", python, last)
-		}
-		return err
+	err := cmd.Run()
+	switch last := lastLine(said.String()); {
+	case err == nil:
+		return ""
+	case last != "":
+		return python + ": " + last
 	}
-	return nil
+	return err.Error()
 }

@@ -185,7 +185,7 @@ func (m *collectiveRun) group(n int, all []exchange) error {
 		}
 		own(ours)
 		var peers ranks
-		var noGloo error
+		var noGloo string
 		if m.rdma == nil {
 			peers, noGloo = startGloo(ctx, m.c.String("python"), n, own)
 		}
@@ -197,7 +197,7 @@ func (m *collectiveRun) group(n int, all []exchange) error {
 			if err != nil {
 				return fmt.Errorf("%s: %w", e, err)
 			}
-			r.NoGloo = cmp.Or(r.NoGloo, text(noGloo))
+			r.NoGloo = cmp.Or(r.NoGloo, noGloo)
 			m.judge(r, exchangeGoals[m.c.String("van")][e])
 			if err := show(m.c, r); err != nil {
 				return err
@@ -225,20 +225,20 @@ func (m *collectiveRun) judge(r *collectiveReport, limit float64) {
 }
 
 // startGloo starts n ranks of gloo, or returns the reason why it cannot.
-func startGloo(ctx context.Context, python string, n int, own func(*processes)) (ranks, error) {
+func startGloo(ctx context.Context, python string, n int, own func(*processes)) (all ranks, unable string) {
 	cl, err := startTorch(ctx, n, func(address string, rank int) (command, variables []string) {
 		return []string{python, "-c", glooProgram, strconv.Itoa(rank), strconv.Itoa(n), address}, nil
 	})
 	if err != nil {
-		return nil, err
+		return nil, err.Error()
 	}
-	all := cl.last(n)
+	all = cl.last(n)
 	if _, err := all.ask(""); err != nil {
 		_, _ = cl.wait()
-		return nil, err
+		return nil, err.Error()
 	}
 	own(cl)
-	return all, nil
+	return all, ""
 }
 
 // measure measures one call, in blocks.

@@ -219,7 +219,6 @@ func TestRefused(t *testing.T) {
 		{"no command", laptop(), func(s *Spec) { s.Command = nil }, nil, "no command for the servers"},
 		{"no worker command", laptop(), func(s *Spec) { s.ServerCommand, s.Command = s.Command, nil }, nil, "no command for the workers"},
 		{"no such command", laptop(), func(s *Spec) { s.Command = []string{"/no/such/program"} }, nil, "/no/such/program"},
-		{"negative", laptop(), func(s *Spec) { s.Workers = -1 }, nil, "-1 workers"},
 		{"negative timeout", laptop(), func(s *Spec) { s.Timeout = -time.Second }, nil, "--timeout -1s: want 0 or more"},
 		{"negative grace", laptop(), func(s *Spec) { s.Grace = -time.Second }, nil, "--grace -1s: want 0 or more"},
 		{"negative kill-after", laptop(), func(s *Spec) { s.KillAfter = -time.Second }, nil, "--kill-after -1s: want 0 or more"},

@@ -68,12 +68,7 @@ type Spec struct {
 
 // check refuses contradictory values, and fills in the commands.
 func (s *Spec) check() error {
-	switch {
-	case s.Workers < 0 || s.Servers < 0:
-		return exit.Usage("%d workers and %d servers: want at least 1 of each", s.Workers, s.Servers)
-	case s.GroupSize < 1 && s.GroupSize != Auto && s.GroupSize != 0:
-		return exit.Usage("group size %d: want at least 1, or auto", s.GroupSize)
-	case s.Port < 0 || s.Port > 65535 || s.DefaultPort < 0 || s.DefaultPort > 65535:
+	if s.Port > 65535 || s.DefaultPort < 0 || s.DefaultPort > 65535 {
 		return exit.Usage("port %d: want 1 to 65535", max(s.Port, s.DefaultPort))
 	}
 	for _, d := range []struct {
