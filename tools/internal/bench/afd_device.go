@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
+	"slices"
 	"sync"
 	"time"
 
@@ -22,20 +23,18 @@ import (
 // afdAhead is the number of rounds that a server queues before it waits for its stream.
 const afdAhead = 8
 
-// tripKey returns the key of the push of a round trip by messages; the key of the pull is the next number.
-func tripKey(checked bool, turn int) uint64 {
-	if checked {
-		turn += 2
-	}
-	return timedKey + 2*uint64(turn)
-}
+// Round trips by messages have the numbers 0 to 3: two that are timed, and then two that are checked; odd numbers use the second buffer.
+const (
+	tripKinds   = 4
+	checkedTrip = 2 // the first that is checked
+)
 
-// exchangeKey returns the key of a prepared GPU exchange with a buffer.
+// exchangeKey returns the key of a prepared GPU exchange with a buffer. The keys of round trips by messages precede it.
 func exchangeKey(form string, turn int) uint64 {
 	if form == formHosts {
 		turn += 2
 	}
-	return tripKey(true, 1) + 2 + 2*uint64(turn)
+	return pushKey(tripKinds + turn)
 }
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
@@ -163,8 +162,8 @@ type afdDeviceWorker struct {
 	w         *af.Worker
 	push      []backend.Mem // one
 	pull      []backend.Mem // by server
-	pushes    [4][]af.KeyTensor
-	pulls     [4][][]af.KeyTensor
+	pushes    [tripKinds][]af.KeyTensor
+	pulls     [tripKinds][][]af.KeyTensor
 	prepared  [2]*af.Prepared
 	count     uint64    // of checked round trips
 	digests   [2]uint64 // of the pushes that the servers' buffers answer
@@ -183,18 +182,15 @@ func newAFDDeviceWorker(a *afdShape, node *postoffice.Node) (_ *afdDeviceWorker,
 		x.pull, err = x.alloc(node.Topology().NumServers, a.pull)
 	}
 	for i := range x.pushes {
-		key := tripKey(i >= 2, i%2)
 		var pulls []af.KeyTensor
 		if err == nil {
-			x.pushes[i], err = tensors(key, x.push)
+			x.pushes[i], err = tensors(pushKey(i), x.push)
 		}
 		if err == nil {
-			pulls, err = tensors(key+1, x.pull)
+			pulls, err = tensors(pullKey(i), x.pull)
 		}
-		for _, t := range pulls {
-			x.pulls[i] = append(x.pulls[i], []af.KeyTensor{t})
-		}
-		if err == nil && i < 2 {
+		x.pulls[i] = slices.Collect(slices.Chunk(pulls, 1))
+		if err == nil && i < checkedTrip {
 			x.prepared[i], err = x.w.Prepare(x.pushes[i], x.pulls[i], af.Complete)
 		}
 	}
@@ -229,7 +225,7 @@ func (x *afdDeviceWorker) do(ctx context.Context, _, form string, _ time.Duratio
 		if err := errors.Join(x.back.Copy(x.push[0], backend.Bytes(push)), x.clear()); err != nil {
 			return nil, err
 		}
-		if err := x.trip(ctx, form, true, turn, both[turn]); err != nil {
+		if err := x.trip(ctx, form, checkedTrip+turn, both[turn]); err != nil {
 			return nil, err
 		}
 		x.digests[turn] = digest(0, push)
@@ -240,15 +236,15 @@ func (x *afdDeviceWorker) do(ctx context.Context, _, form string, _ time.Duratio
 	if err := x.clear(); err != nil {
 		return nil, err
 	}
-	ns, err := timed(n, func(i int) error { return x.trip(ctx, form, false, i&1, both[i&1]) })
+	ns, err := timed(n, func(i int) error { return x.trip(ctx, form, i&1, both[i&1]) })
 	if err != nil {
 		return nil, err
 	}
 	return ns, x.compare(form, (n-1)&1, "the timed round trips")
 }
 
-// trip makes a round trip that the servers answer from one of their buffers.
-func (x *afdDeviceWorker) trip(ctx context.Context, form string, checked bool, turn int, exchange *streams.Exchange) error {
+// trip makes round trip i by messages, or one by exchange.
+func (x *afdDeviceWorker) trip(ctx context.Context, form string, i int, exchange *streams.Exchange) error {
 	switch {
 	case form == formHosts:
 		if err := exchange.Send(af.Complete); err != nil {
@@ -266,13 +262,9 @@ func (x *afdDeviceWorker) trip(ctx context.Context, form string, checked bool, t
 	}
 	var call af.Call
 	var err error
-	if form == formPrepared && !checked {
-		call, err = x.prepared[turn].Start()
+	if form == formPrepared && i < checkedTrip {
+		call, err = x.prepared[i].Start()
 	} else {
-		i := turn
-		if checked {
-			i += 2
-		}
 		call, err = x.w.PushPull(x.pushes[i], x.pulls[i], af.Complete)
 	}
 	if err != nil {
@@ -307,10 +299,10 @@ func (x *afdDeviceWorker) compare(form string, turn int, after string) error {
 // afdDeviceServer answers the workers.
 type afdDeviceServer struct {
 	*afdDevice
-	push    []backend.Mem       // of exchanges, by worker
-	answers [2][]backend.Mem    // by worker
-	out     [4][][]af.KeyTensor // answers by messages, by worker
-	making  sync.Mutex          // guards host
+	push    []backend.Mem             // of exchanges, by worker
+	answers [2][]backend.Mem          // by worker
+	out     [tripKinds][]af.KeyTensor // answers by messages, by worker
+	making  sync.Mutex                // guards host
 }
 
 func newAFDDeviceServer(a *afdShape, node *postoffice.Node) (*afdDeviceServer, error) {
@@ -326,12 +318,8 @@ func newAFDDeviceServer(a *afdShape, node *postoffice.Node) (*afdDeviceServer, e
 		}
 	}
 	for i := range s.out {
-		for w := range workers {
-			var out []af.KeyTensor
-			if err == nil {
-				out, err = tensors(tripKey(i >= 2, i%2)+1, s.answers[i%2][w:w+1])
-			}
-			s.out[i] = append(s.out[i], out)
+		if err == nil {
+			s.out[i], err = tensors(pullKey(i), s.answers[i%2])
 		}
 	}
 	if err != nil {
@@ -354,13 +342,13 @@ func (s *afdDeviceServer) answer(b af.Batch) error {
 	if len(p) != 1 || len(b.Pulls()) != 1 || p[0].Val.Len() != s.afdShape.push || (p[0].Key-timedKey)/2 >= uint64(len(s.out)) {
 		return fmt.Errorf("a batch of %d pushes and %d pulls, want one push of %d bytes and one pull", len(p), len(b.Pulls()), s.afdShape.push)
 	}
-	i := int(p[0].Key-timedKey) / 2
-	if i >= 2 {
-		if err := s.make(p[0].Val.Mem(), s.answers[i%2][b.Worker()]); err != nil {
+	i, w := int(p[0].Key-timedKey)/2, b.Worker()
+	if i >= checkedTrip {
+		if err := s.make(p[0].Val.Mem(), s.answers[i%2][w]); err != nil {
 			return err
 		}
 	}
-	return b.Respond(s.out[i][b.Worker()], af.Complete)
+	return b.Respond(s.out[i][w:w+1], af.Complete)
 }
 
 // make writes the answer to a push.
