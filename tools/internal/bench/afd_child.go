@@ -269,11 +269,15 @@ func newAFDServer(a *afdShape, node *postoffice.Node) (*afdServer, error) {
 	(*cluster.Node)(node).App().OnExit(func() { close(ended) })
 	go s.serve(workers, ended)
 	return s, server.Handle(func(b af.Batch) {
-		if s.compute.Load() == int64(atOnce) {
-			s.respond(b, s.prepare(b))
+		if s.compute.Load() != int64(atOnce) {
+			s.ready <- b // a worker has each micro-batch in flight once, so there is capacity
 			return
 		}
-		s.ready <- b // a worker has each micro-batch in flight once, so there is capacity
+		k, err := s.microBatch(b)
+		if err == nil {
+			err = s.prepare(b, k)
+		}
+		s.respond(b, k, err)
 	})
 }
 
@@ -290,7 +294,7 @@ func (s *afdServer) serve(workers int, ended <-chan struct{}) {
 		}
 		k, err := s.microBatch(b)
 		if err != nil {
-			s.respond(b, err)
+			s.respond(b, k, err)
 			continue
 		}
 		if waiting[k] = append(waiting[k], b); len(waiting[k]) < workers {
@@ -298,12 +302,12 @@ func (s *afdServer) serve(workers int, ended <-chan struct{}) {
 		}
 		_ = compute(time.Duration(s.compute.Load()), func() error {
 			for i, b := range waiting[k] {
-				errs[i] = s.prepare(b)
+				errs[i] = s.prepare(b, k)
 			}
 			return nil
 		})
 		for i, b := range waiting[k] {
-			s.respond(b, errs[i])
+			s.respond(b, k, errs[i])
 		}
 		waiting[k] = waiting[k][:0]
 	}
@@ -315,20 +319,14 @@ func (s *afdServer) microBatch(b af.Batch) (int, error) {
 	if len(p) != 1 || len(b.Pulls()) != 1 || p[0].Val.Len() != s.push {
 		return 0, fmt.Errorf("a batch of %d pushes and %d pulls, want one push of %d bytes and one pull", len(p), len(b.Pulls()), s.push)
 	}
-	for k := range s.microBatches {
-		if p[0].Key == pushKey(k) {
-			return k, nil
-		}
+	if k := int(p[0].Key-timedKey) / 2; k >= 0 && k < s.microBatches && p[0].Key == pushKey(k) {
+		return k, nil
 	}
 	return 0, fmt.Errorf("key %d of a push is not one of %d micro-batches", p[0].Key, s.microBatches)
 }
 
-// prepare checks a push and writes the stamps of its answer.
-func (s *afdServer) prepare(b af.Batch) error {
-	k, err := s.microBatch(b)
-	if err != nil {
-		return err
-	}
+// prepare checks the push of micro-batch k and writes the stamps of its answer.
+func (s *afdServer) prepare(b af.Batch, k int) error {
 	push := b.Pushes()[0].Val.Bytes()
 	seq := binary.LittleEndian.Uint64(push)
 	if from := int(seq &^ stampAll >> stampWorker); from != b.Worker() || seq>>stampServer&0xffff != 0 {
@@ -341,12 +339,11 @@ func (s *afdServer) prepare(b af.Batch) error {
 	return nil
 }
 
-// respond answers a batch that is prepared, or refuses it.
-func (s *afdServer) respond(b af.Batch, err error) {
+// respond answers the prepared micro-batch k, or refuses it.
+func (s *afdServer) respond(b af.Batch, k int, err error) {
 	if err != nil {
 		err = b.Refuse(err)
 	} else {
-		k, _ := s.microBatch(b)
 		w := b.Worker()
 		err = b.Respond(s.answers[k][w : w+1])
 	}
