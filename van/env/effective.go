@@ -29,7 +29,7 @@ func (c *Config) Table() []Effective {
 		v := &table[i]
 		list[i] = Effective{
 			Name: v.name, Aliases: slices.Clone(v.aliases), Value: v.get(c), Origin: c.Origin(v.name), Default: v.def,
-			Kind: v.kind, Allowed: v.allowed(), Topic: string(v.topic), Help: v.help,
+			Kind: v.kind, Allowed: v.allowed(), Topic: v.topic, Help: v.help,
 		}
 	}
 	return list

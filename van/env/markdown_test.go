@@ -30,18 +30,17 @@ func writtenIn(document string) map[string]written {
 func markdown(columns map[string]written) string {
 	var b strings.Builder
 	b.WriteString(intro)
-	for _, t := range topics {
-		fmt.Fprintf(&b, "\n## %s\n\n", t)
+	for _, s := range sections {
+		fmt.Fprintf(&b, "\n## %s\n\n", s.topic)
 		b.WriteString("|Variable|Values|Default|Read by|Meaning|Unlike the original|\n|---|---|---|---|---|---|\n")
-		for i := range table {
-			if v := &table[i]; v.topic == t {
-				b.WriteString(v.markdown(columns[v.name]))
-			}
+		for i := range s.variables {
+			v := &s.variables[i]
+			b.WriteString(v.markdown(columns[v.name]))
 		}
-		switch t {
-		case transport:
+		switch s.topic {
+		case "Transport":
 			b.WriteString(aboutTransport)
-		case devices:
+		case "Devices, threads and queues":
 			b.WriteString(aboutCores())
 		}
 	}

@@ -29,7 +29,7 @@ func (k Kind) String() string {
 type variable struct {
 	name    string
 	aliases []string // other spellings; messages use name
-	topic   topic
+	topic   string   // of its section
 	kind    Kind
 	min     int // of numbers
 	max     int
@@ -47,24 +47,6 @@ type variable struct {
 	// says why it was refused.
 	check func(string) (value, want string)
 }
-
-type topic string
-
-const (
-	cluster     topic = "Cluster shape and identity"
-	trust       topic = "Trust"
-	addresses   topic = "Addresses and ports"
-	transport   topic = "Transport"
-	rdma        topic = "RDMA transport"
-	reliability topic = "Reliability and timeouts"
-	logging     topic = "Logs and profiles"
-	devices     topic = "Devices, threads and queues"
-	ranks       topic = "Ranks given by the scheduler"
-	budgets     topic = "Budgets"
-	programs    topic = "Test programs and benchmarks"
-)
-
-var topics = []topic{cluster, trust, addresses, transport, rdma, reliability, budgets, logging, devices, ranks, programs}
 
 // spellings lists the name and its aliases.
 func (v *variable) spellings() []string { return append([]string{v.name}, v.aliases...) }
