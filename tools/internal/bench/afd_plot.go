@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"image/color"
 	"os"
+	"slices"
 	"time"
 
 	"gonum.org/v1/plot"
@@ -29,48 +30,50 @@ type curve struct {
 	points plotter.XYs
 }
 
+// curves are the lines of a plot, in the order of their first points.
+type curves []curve
+
+// named returns the curve with a name. It adds the curve if there is none.
+func (c *curves) named(name string) *curve {
+	i := slices.IndexFunc(*c, func(x curve) bool { return x.name == name })
+	if i < 0 {
+		i = len(*c)
+		*c = append(*c, curve{name: name})
+	}
+	return &(*c)[i]
+}
+
 // tripCurves returns the median times of round trips by the number of the report, and the names of the reports. Of
 // several workers it takes the slowest.
-func tripCurves(all []*afdReport) (curves []curve, names []string) {
+func tripCurves(all []*afdReport) (lines curves, names []string) {
 	for i, r := range all {
 		names = append(names, fmt.Sprintf("%d x %d", r.Workers, r.Servers))
-		for k, x := range r.Trips {
-			form := k / r.Workers
-			if len(curves) == form {
-				name := afdName(x.From, x.Form)
-				if x.Form == askFloor {
-					name += " (" + r.Floor + ")"
-				}
-				curves = append(curves, curve{name: name})
+		for _, x := range r.Trips {
+			name := afdName(x.From, x.Form)
+			if x.Form == askFloor {
+				name += " (" + r.Floor + ")"
 			}
-			c := &curves[form]
-			if len(c.points) == i {
-				c.points = append(c.points, plotter.XY{X: float64(i)})
+			c, at := lines.named(name), plotter.XY{X: float64(i), Y: x.P50}
+			if last := len(c.points) - 1; last < 0 || c.points[last].X != at.X {
+				c.points = append(c.points, at)
+			} else {
+				c.points[last].Y = max(c.points[last].Y, at.Y)
 			}
-			c.points[i].Y = max(c.points[i].Y, x.P50)
 		}
 	}
-	return curves, names
+	return lines, names
 }
 
 // stepCurves returns the times of decode steps over their computation alone, by the time of a computation in
 // microseconds.
-func stepCurves(all []*afdReport) (curves []curve) {
+func stepCurves(all []*afdReport) (lines curves) {
 	for _, r := range all {
-		first := len(curves)
 		for _, x := range r.Steps {
-			k := first
-			name := fmt.Sprintf("%d x %d, %s", r.Workers, r.Servers, afdName(x.From, x.Form))
-			for k < len(curves) && curves[k].name != name {
-				k++
-			}
-			if k == len(curves) {
-				curves = append(curves, curve{name: name})
-			}
-			curves[k].points = append(curves[k].points, plotter.XY{X: float64(x.Compute), Y: x.RatioP50})
+			c := lines.named(fmt.Sprintf("%d x %d, %s", r.Workers, r.Servers, afdName(x.From, x.Form)))
+			c.points = append(c.points, plotter.XY{X: x.Compute, Y: x.RatioP50})
 		}
 	}
-	return curves
+	return lines
 }
 
 // newPlot draws curves. The values of y begin at least at 0.
