@@ -170,11 +170,7 @@ func wanted(err error, flags []cli.Flag) error {
 		default:
 			return err
 		}
-		dashes := "--"
-		if len(m[2]) == 1 {
-			dashes = "-"
-		}
-		return fmt.Errorf("%s%s %s: want %s", dashes, m[2], m[1], want)
+		return fmt.Errorf("%s %s: want %s", exit.Option(m[2]), m[1], want)
 	}
 	return err
 }

@@ -138,11 +138,7 @@ func values[T any](c *cli.Context, name, want string, parse func(string) (T, boo
 	for text := range strings.SplitSeq(c.String(name), ",") {
 		v, ok := parse(text)
 		if !ok {
-			dashes := "--"
-			if len(name) == 1 {
-				dashes = "-"
-			}
-			return nil, exit.Usage("bench afd: %s%s %s: want %s, or several separated by commas", dashes, name, c.String(name), want)
+			return nil, exit.Usage("bench afd: %s %s: want %s, or several separated by commas", exit.Option(name), c.String(name), want)
 		}
 		all = append(all, v)
 	}

@@ -22,6 +22,14 @@ func Usage(format string, args ...any) error { return With(Misuse, fmt.Errorf(fo
 // With gives err a status.
 func With(status int, err error) error { return cli.Exit(err, status) }
 
+// Option returns an option as it is written on the command line: with one dash before a single letter, else with two.
+func Option(name string) string {
+	if len(name) == 1 {
+		return "-" + name
+	}
+	return "--" + name
+}
+
 // WithoutArguments adds to the action f the refusal of arguments. An option after an argument would be ignored
 // silently.
 func WithoutArguments(f cli.ActionFunc) cli.ActionFunc {
