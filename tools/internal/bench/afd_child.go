@@ -64,10 +64,6 @@ type microBatch struct {
 // bytes returns the bytes of the push.
 func (m *microBatch) bytes() []byte { return m.push[0].Val.Bytes() }
 
-// The keys of micro-batch k.
-func pushKey(k int) uint64 { return timedKey + 2*uint64(k) }
-func pullKey(k int) uint64 { return pushKey(k) + 1 }
-
 func newAFDWorker(a *afdShape, node *postoffice.Node) (_ *afdWorker, err error) {
 	x := &afdWorker{afdShape: a, rank: node.Rank()}
 	if x.w, err = af.NewWorker(node, af.WorkerOptions{}); err != nil {

@@ -57,6 +57,10 @@ type afdShape struct {
 	image        []byte // contents of all tensors between the stamps
 }
 
+// The keys of micro-batch or round trip k.
+func pushKey(k int) uint64 { return timedKey + 2*uint64(k) }
+func pullKey(k int) uint64 { return pushKey(k) + 1 }
+
 // Each tensor carries the same stamp in up to stampCount places. The stamp names the round trip: the worker, its number,
 // in an answer also the server, and whether every byte is to be checked.
 const (

@@ -35,7 +35,7 @@ type Default struct{ Role, Name, Value string }
 // Spec describes what to start. A field with its zero value is taken from the environment variable named, or from its
 // default.
 type Spec struct {
-	Part      string // what to start
+	Part      string // one of the constants above
 	Workers   int    // groups in the whole cluster; DMLC_NUM_WORKER, 1
 	Servers   int    // DMLC_NUM_SERVER, 1
 	GroupSize int    // instances of a group, or Auto; DMLC_GROUP_SIZE, 1
