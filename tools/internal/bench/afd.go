@@ -338,7 +338,7 @@ func (r *afdRun) measure(ctx context.Context, n, s int) (_ *afdReport, err error
 		rep.Floor = "copies"
 	}
 	r.progress(rep, "start", 0, 1)
-	rep.CPU, err = withProcesses(ctx, func(ctx context.Context, own func(*processes)) error {
+	rep.CPU, err = withProcesses(ctx, func(ctx context.Context, own func(processes)) error {
 		sides, err := r.sides(ctx, rep, n, s, own)
 		if err != nil {
 			return err

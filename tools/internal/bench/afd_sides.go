@@ -24,14 +24,14 @@ const (
 // afdSide is a set of processes that measures forms.
 type afdSide struct {
 	from             string
-	servers, workers ranks
-	measuring        ranks    // the processes that a line with a measurement is for: the workers, or all
-	trips, steps     []string // forms of round trips and of decode steps
-	rows             bool     // a computation is given by the rows of matrix products
+	servers, workers processes
+	measuring        processes // the processes that a line with a measurement is for: the workers, or all
+	trips, steps     []string  // forms of round trips and of decode steps
+	rows             bool      // a computation is given by the rows of matrix products
 }
 
 // both returns all processes of the side.
-func (s *afdSide) both() ranks { return slices.Concat(s.servers, s.workers) }
+func (s *afdSide) both() processes { return slices.Concat(s.servers, s.workers) }
 
 // chosen returns the forms that the options have chosen.
 func (r *afdRun) chosen(forms []string) []string {
@@ -39,7 +39,7 @@ func (r *afdRun) chosen(forms []string) []string {
 }
 
 // sides starts the processes of all sides.
-func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int, own func(*processes)) (all []*afdSide, err error) {
+func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int, own func(processes)) (all []*afdSide, err error) {
 	spec := []any{r.shape.push, r.shape.pull, r.shape.microBatches, r.shape.layers}
 	child, err := childCommand(slices.Concat([]any{"afd"}, spec)...)
 	if err != nil {
@@ -53,12 +53,12 @@ func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int, own func(*
 		}
 		return place{}.env(role)
 	}
-	add := func(from string, cl *processes, err error) (*afdSide, error) {
+	add := func(from string, cl processes, err error) (*afdSide, error) {
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", from, err)
 		}
 		own(cl)
-		for _, p := range cl.children {
+		for _, p := range cl {
 			p.name = from + " " + p.name
 		}
 		last := cl.last(n + s)

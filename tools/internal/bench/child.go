@@ -36,9 +36,9 @@ import (
 // roles are the children by DMLC_ROLE, in the order of their start.
 var roles = []string{"scheduler", "server", "worker"}
 
-// processes is a set of child processes that are started, asked and ended together: a scheduler, servers and workers, or the
-// ranks of gloo.
-type processes struct{ children []*child } // in the order of their start
+// processes is a set of child processes, in the order of their start, that are started, asked or ended together: a scheduler, servers and
+// workers, or the ranks of gloo.
+type processes []*child
 
 // child is one of these processes.
 type child struct {
@@ -57,9 +57,9 @@ func (p *child) line() (string, error) {
 // newCluster returns a cluster without processes.
 //
 // The kernel kills the processes when the calling goroutine's thread ends. The goroutine is locked to it.
-func newCluster() *processes {
+func newCluster() processes {
 	runtime.LockOSThread()
-	return &processes{}
+	return nil
 }
 
 // start starts cmd as a process of the cluster. After an error it ends all others.
@@ -76,19 +76,19 @@ func (c *processes) start(name string, cmd *exec.Cmd) error {
 		err = cmd.Start()
 	}
 	if err != nil {
-		for _, p := range c.children {
+		for _, p := range *c {
 			_ = p.cmd.Process.Kill()
 		}
 		_, _ = c.wait()
 		return err
 	}
-	c.children = append(c.children, &child{name, cmd, in, bufio.NewReader(out)})
+	*c = append(*c, &child{name, cmd, in, bufio.NewReader(out)})
 	return nil
 }
 
 // startCluster starts a scheduler, servers and workers. Each gets spec.
 func startCluster(ctx context.Context, c *cli.Context, host string, at place, servers, workers int,
-	spec ...any) (*processes, error) {
+	spec ...any) (processes, error) {
 	child, err := childCommand(spec...)
 	if err != nil {
 		return nil, err
@@ -110,7 +110,7 @@ func childCommand(spec ...any) ([]string, error) {
 
 // startNodes starts a scheduler, servers and workers. node returns the command of a node and variables of its own.
 func startNodes(ctx context.Context, c *cli.Context, host string, servers, workers int,
-	node func(role string, rank int) (command, variables []string)) (*processes, error) {
+	node func(role string, rank int) (command, variables []string)) (processes, error) {
 	port, err := freeport.Find()
 	if err != nil {
 		return nil, err
@@ -146,7 +146,7 @@ func startNodes(ctx context.Context, c *cli.Context, host string, servers, worke
 }
 
 // startTorch starts n ranks of torch.distributed. command returns the command of a rank, and variables of its own.
-func startTorch(ctx context.Context, n int, command func(address string, rank int) (command, variables []string)) (*processes, error) {
+func startTorch(ctx context.Context, n int, command func(address string, rank int) (command, variables []string)) (processes, error) {
 	port, err := freeport.Find()
 	if err != nil {
 		return nil, err
@@ -202,14 +202,14 @@ var passed = []string{"PS_VERBOSE", "STEPAF_BUSY_POLL_ENABLE", "BYTEPS_ZMQ_NTHRE
 
 // wait waits for all children and returns the CPU seconds of each. The error names all failed children, first the
 // children that a signal ended, since other failures follow from these.
-func (c *processes) wait() (map[string]float64, error) {
+func (c processes) wait() (map[string]float64, error) {
 	defer runtime.UnlockOSThread()
-	for _, p := range c.children {
+	for _, p := range c {
 		_ = p.in.Close()
 	}
 	cpu := map[string]float64{}
 	var killed, failed []error
-	for _, p := range c.children {
+	for _, p := range c {
 		err, state := p.cmd.Wait(), p.cmd.ProcessState
 		if s, ok := state.Sys().(syscall.WaitStatus); ok && s.Signaled() {
 			killed = append(killed, fmt.Errorf("%s: %w", p.name, err))
@@ -247,16 +247,13 @@ type unable string
 
 func (u unable) Error() string { return string(u) }
 
-// ranks are processes that answer lines.
-type ranks []*child
-
 // last returns the n processes that were started last.
-func (c *processes) last(n int) ranks { return ranks(c.children[len(c.children)-n:]) }
+func (c processes) last(n int) processes { return c[len(c)-n:] }
 
-// askEach sends a line to all ranks, unless the line is empty, and returns their answers. After an error the caller
+// askEach sends a line to all processes, unless the line is empty, and returns their answers. After an error the caller
 // ends the processes: some may still compute their answers.
-func (r ranks) askEach(line string) ([]answer, error) {
-	for _, rank := range r {
+func (c processes) askEach(line string) ([]answer, error) {
+	for _, rank := range c {
 		if line == "" {
 			break
 		}
@@ -264,8 +261,8 @@ func (r ranks) askEach(line string) ([]answer, error) {
 			return nil, fmt.Errorf("%s: %w", rank.name, err)
 		}
 	}
-	all, failed := make([]answer, len(r)), make(chan error, len(r))
-	for i, rank := range r {
+	all, failed := make([]answer, len(c)), make(chan error, len(c))
+	for i, rank := range c {
 		go func() {
 			text, err := rank.line()
 			if err == nil {
@@ -277,12 +274,12 @@ func (r ranks) askEach(line string) ([]answer, error) {
 			failed <- err
 		}()
 	}
-	for range r {
+	for range c {
 		if err := <-failed; err != nil { // others may wait for this rank
 			return nil, err
 		}
 	}
-	for i, rank := range r {
+	for i, rank := range c {
 		if len(all[i].NS) != len(all[0].NS) && all[i].Error == "" && all[0].Error == "" {
 			return nil, fmt.Errorf("%s: %d times, want %d as of the first", rank.name, len(all[i].NS), len(all[0].NS))
 		}
@@ -291,8 +288,8 @@ func (r ranks) askEach(line string) ([]answer, error) {
 }
 
 // ask is askEach, and returns the time of each call: the time of the slowest rank.
-func (r ranks) ask(line string) ([]int64, error) {
-	all, err := r.askEach(line)
+func (c processes) ask(line string) ([]int64, error) {
+	all, err := c.askEach(line)
 	if err != nil {
 		return nil, err
 	}
@@ -334,15 +331,15 @@ func answerLines(c *cli.Context, do func() (*answer, error), to ...any) error {
 
 // row is a measurement that takes turns with others.
 type row struct {
-	of   ranks
+	of   processes
 	line string // without the number of calls
 
 	ns        [][]int64 // by rank, as are took and cpu
 	took, cpu []time.Duration
 }
 
-// row returns a measurement that the ranks make when they get line and the number of calls.
-func (r ranks) row(line string) *row { return &row{of: r, line: line} }
+// row returns a measurement that the processes make when they get line and the number of calls.
+func (c processes) row(line string) *row { return &row{of: c, line: line} }
 
 // inTurns measures the rows in turn, in blocks of calls. It does not keep the times of the first block, the warm-up. begin is called
 // before each block, unless it is nil.
@@ -371,7 +368,7 @@ func inTurns(blocks []int, begin func(block int), rows ...*row) error {
 }
 
 // passFloors sends the addresses of all servers' floors to the workers, and waits until the workers have connected.
-func passFloors(servers, workers ranks) error {
+func passFloors(servers, workers processes) error {
 	var addrs []string
 	for _, p := range servers {
 		at, err := p.line()
@@ -392,11 +389,11 @@ func limited(c *cli.Context) (context.Context, context.CancelFunc) {
 
 // withProcesses calls f, which passes the sets of processes that it starts to own, and then ends the processes. It returns the CPU
 // seconds of each. If f fails, it does not wait for processes that still compute.
-func withProcesses(ctx context.Context, f func(ctx context.Context, own func(*processes)) error) (map[string]float64, error) {
+func withProcesses(ctx context.Context, f func(ctx context.Context, own func(processes)) error) (map[string]float64, error) {
 	running, cancel := context.WithCancel(ctx)
 	defer cancel()
-	var all []*processes
-	err := f(running, func(p *processes) { all = append(all, p) })
+	var all []processes
+	err := f(running, func(p processes) { all = append(all, p) })
 	if err != nil {
 		cancel()
 	}
@@ -414,11 +411,11 @@ func withProcesses(ctx context.Context, f func(ctx context.Context, own func(*pr
 
 // runCluster starts a scheduler, servers and workers, calls f with them, and ends them. It returns the CPU seconds of each. With floor,
 // the servers print the addresses of floors, and the workers get them before f is called.
-func runCluster(c *cli.Context, host string, at place, servers, workers int, floor bool, f func(servers, workers ranks) error,
+func runCluster(c *cli.Context, host string, at place, servers, workers int, floor bool, f func(servers, workers processes) error,
 	spec ...any) (map[string]float64, error) {
 	ctx, cancel := limited(c)
 	defer cancel()
-	cpu, err := withProcesses(ctx, func(ctx context.Context, own func(*processes)) error {
+	cpu, err := withProcesses(ctx, func(ctx context.Context, own func(processes)) error {
 		cl, err := startCluster(ctx, c, host, at, servers, workers, spec...)
 		if err != nil {
 			return err

@@ -7,7 +7,7 @@ import (
 )
 
 // children is a cluster of shell commands.
-func children(t *testing.T, scripts map[string]string) *processes {
+func children(t *testing.T, scripts map[string]string) processes {
 	t.Helper()
 	c := newCluster()
 	for _, role := range roles {

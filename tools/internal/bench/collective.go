@@ -178,13 +178,13 @@ func runCollective(c *cli.Context) error {
 func (m *collectiveRun) group(n int, all []exchange) error {
 	ctx, cancel := limited(m.c)
 	defer cancel()
-	_, err := withProcesses(ctx, func(ctx context.Context, own func(*processes)) error {
+	_, err := withProcesses(ctx, func(ctx context.Context, own func(processes)) error {
 		ours, err := startCluster(ctx, m.c, m.host, place{}, 1, n, "collective")
 		if err != nil {
 			return err
 		}
 		own(ours)
-		var peers ranks
+		var peers processes
 		var noGloo string
 		if m.rdma == nil {
 			peers, noGloo = startGloo(ctx, m.c.String("python"), n, own)
@@ -225,7 +225,7 @@ func (m *collectiveRun) judge(r *collectiveReport, limit float64) {
 }
 
 // startGloo starts n ranks of gloo, or returns the reason why it cannot.
-func startGloo(ctx context.Context, python string, n int, own func(*processes)) (all ranks, unable string) {
+func startGloo(ctx context.Context, python string, n int, own func(processes)) (all processes, unable string) {
 	cl, err := startTorch(ctx, n, func(address string, rank int) (command, variables []string) {
 		return []string{python, "-c", glooProgram, strconv.Itoa(rank), strconv.Itoa(n), address}, nil
 	})
@@ -242,7 +242,7 @@ func startGloo(ctx context.Context, python string, n int, own func(*processes)) 
 }
 
 // measure measures one call, in blocks.
-func (m *collectiveRun) measure(ours, peers ranks, n int, e exchange) (*collectiveReport, error) {
+func (m *collectiveRun) measure(ours, peers processes, n int, e exchange) (*collectiveReport, error) {
 	iters := cmp.Or(m.c.Int("iters"), min(max(1<<31/(e.size*n*(n-1)+1<<21), 40), 500))
 	r := &collectiveReport{Van: m.c.String("van"), Op: e.op, Bytes: e.size, Ranks: n, Iters: iters, Checked: true}
 	arrive := e.arrive(n)

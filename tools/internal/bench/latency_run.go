@@ -167,7 +167,7 @@ func (m *latencyRun) measure(p payload, blocks []int) (*result, map[string]float
 		form = formHosts
 	}
 	r := &result{Checked: true}
-	cpu, err := runCluster(m.c, m.host, m.at, 1, 1, true, func(servers, workers ranks) error {
+	cpu, err := runCluster(m.c, m.host, m.at, 1, 1, true, func(servers, workers processes) error {
 		ends := workers
 		if onGPUs { // servers take part in exchanges
 			ends = slices.Concat(workers, servers)

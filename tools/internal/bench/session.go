@@ -74,7 +74,7 @@ func runSession(c *cli.Context) error {
 		return exit.Usage("bench session: --check wants --van local and 4 ranks: there is a goal for that")
 	}
 	var call, one, all *row
-	cpu, err := runCluster(c, c.String("host"), place{}, n, 1, false, func(_, workers ranks) error {
+	cpu, err := runCluster(c, c.String("host"), place{}, n, 1, false, func(_, workers processes) error {
 		call, one, all = workers.row(askCall), workers.row(askOne), workers.row(askAll)
 		return inTurns(slices.Repeat([]int{iters}, rounds+1), nil, call, one, all)
 	}, "session")

@@ -103,7 +103,7 @@ func runWindow(c *cli.Context) error {
 		fmt.Fprintf(c.App.Writer, "two ranks over %s, microseconds, data checked\n%9s %6s   %9s %9s %9s %9s   %9s %9s   %9s %9s %6s goal\n", over,
 			"bytes", "iters", "trip p50", "p90", "p99", "max", "one way", "p99", "floor p50", "p99", "ratio")
 	}
-	if _, err = runCluster(c, host, at, 1, 2, false, func(_, workers ranks) error {
+	if _, err = runCluster(c, host, at, 1, 2, false, func(_, workers processes) error {
 		for _, size := range sizes {
 			var r interface {
 				judge(v *verdict)
@@ -142,7 +142,7 @@ func (r *windowReport) judge(v *verdict) {
 }
 
 // measureWindow measures one size, in blocks. rdma is nil unless the van is ibverbs.
-func measureWindow(c *cli.Context, workers ranks, over string, rdma *rdmaRun, size int) (*windowReport, error) {
+func measureWindow(c *cli.Context, workers processes, over string, rdma *rdmaRun, size int) (*windowReport, error) {
 	moved := 1 << 30
 	if over == ibverbs { // the device may be emulated
 		moved = 1 << 28

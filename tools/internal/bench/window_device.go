@@ -58,7 +58,7 @@ func (r *windowGPUReport) String() string {
 }
 
 // measureWindowGPU measures one size, in blocks.
-func measureWindowGPU(c *cli.Context, workers ranks, at place, size int) (*windowGPUReport, error) {
+func measureWindowGPU(c *cli.Context, workers processes, at place, size int) (*windowGPUReport, error) {
 	iters := cmp.Or(c.Int("iters"), min(max(8<<30/(size+1<<20), 100), 4000))
 	r := &windowGPUReport{Van: c.String("van"), where: at.where(), Bytes: size, Iters: iters, Checked: true}
 	var trips, ways, streams, floors, ahead []int64
