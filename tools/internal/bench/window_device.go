@@ -161,9 +161,9 @@ func (t *deviceTripper) do(ctx context.Context, what string, size, n int) (*answ
 	a := &answer{}
 	switch what {
 	case askTrips:
-		err = t.trips(ctx, src, n, a, way{af.Complete, func() error { return t.w.WaitSignal(ctx, 1-t.w.Rank(), 0) }})
+		err = t.trips(ctx, src, n, a, af.Complete, func() error { return t.w.WaitSignal(ctx, 1-t.w.Rank(), 0) })
 	case askStreams:
-		err = t.trips(ctx, src, n, a, way{t.stream, func() error { return errors.Join(t.wait(ctx), t.arrived(ctx)) }})
+		err = t.trips(ctx, src, n, a, t.stream, func() error { return errors.Join(t.wait(ctx), t.arrived(ctx)) })
 	case askAhead:
 		err = t.ahead(ctx, src, n, a)
 	default:
@@ -214,12 +214,6 @@ func (t *deviceTripper) check(size int) error {
 	return t.w.Check()
 }
 
-// way is a stream in which a rank puts, and how it waits.
-type way struct {
-	stream af.Stream
-	wait   func() error
-}
-
 func (t *deviceTripper) put(ctx context.Context, src af.Tensor, s af.Stream) error {
 	return t.w.PutSignal(ctx, 1-t.w.Rank(), 0, src, 0, s)
 }
@@ -236,17 +230,18 @@ func (t *deviceTripper) arrived(ctx context.Context) error {
 	return t.event.Sync(ctx)
 }
 
-func (t *deviceTripper) trips(ctx context.Context, src af.Tensor, n int, a *answer, by way) (err error) {
+// trips makes n round trips. The rank puts in stream, and waits by wait.
+func (t *deviceTripper) trips(ctx context.Context, src af.Tensor, n int, a *answer, stream af.Stream, wait func() error) (err error) {
 	a.NS, a.At = make([]int64, n), make([]int64, n)
 	for i := range n {
 		begun := clock.Now()
 		if t.w.Rank() == 0 {
 			a.At[i] = int64(begun)
-			err = errors.Join(t.put(ctx, src, by.stream), by.wait())
+			err = errors.Join(t.put(ctx, src, stream), wait())
 		} else {
-			err = by.wait()
+			err = wait()
 			a.At[i] = int64(clock.Now())
-			err = errors.Join(err, t.put(ctx, src, by.stream))
+			err = errors.Join(err, t.put(ctx, src, stream))
 		}
 		if err != nil {
 			return err
