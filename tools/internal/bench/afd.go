@@ -3,6 +3,7 @@ package bench
 // bench afd: attention processes and FFN processes exchange activations, first without computations, then in decode steps.
 
 import (
+	"cmp"
 	"context"
 	"encoding/csv"
 	"fmt"
@@ -445,10 +446,7 @@ func (r *afdRun) steps(rep *afdReport, sides []*afdSide, d time.Duration) error 
 	if err := block(1, false); err != nil {
 		return err
 	}
-	n := r.c.Int("steps")
-	if n == 0 {
-		n = min(max(int(afdStepTime/(time.Since(start)+1)), 10), 200)
-	}
+	n := cmp.Or(r.c.Int("steps"), min(max(int(afdStepTime/(time.Since(start)+1)), 10), 200))
 	all := blocks(n, r.c.Int("rounds"))[1:]
 	for i, k := range all {
 		r.progress(rep, fmt.Sprintf("decode steps of %s", d), i, len(all))
