@@ -40,15 +40,6 @@ type end interface {
 	close()
 }
 
-// idleServer is a server whose handler does all the work.
-type idleServer struct{}
-
-func (idleServer) close() {}
-
-func (idleServer) do(context.Context, string, string, time.Duration, int) ([]int64, error) {
-	return nil, nil
-}
-
 // Measurements of the baselines, which each worker makes.
 const (
 	askFloor = "floor"
@@ -56,6 +47,7 @@ const (
 )
 
 // childWithFloor is a node of a benchmark. It starts the floor, and then answers lines of the parent: "WHAT FORM NANOSECONDS CALLS".
+// newEnd returns nil for a server whose handler does all the work; the parent sends it no lines.
 func childWithFloor(c *cli.Context, node *postoffice.Node, x floors, newEnd func(*postoffice.Node) (end, error)) error {
 	if node.Role() != van.Server && node.Role() != van.Worker {
 		return nil
@@ -64,7 +56,9 @@ func childWithFloor(c *cli.Context, node *postoffice.Node, x floors, newEnd func
 	if err != nil {
 		return err
 	}
-	defer e.close()
+	if e != nil {
+		defer e.close()
+	}
 	base := map[string]baseline{}
 	if node.Role() == van.Server {
 		err = announceFloor(c.App.Writer, node, x)

@@ -123,7 +123,7 @@ func childKV(c *cli.Context, node *postoffice.Node) error {
 			return nil, err
 		}
 		var sums kv.SummingHandler[float32]
-		return idleServer{}, server.Handle(sums.Handle)
+		return nil, server.Handle(sums.Handle)
 	})
 }
 

@@ -71,7 +71,7 @@ func newLatencyServer(l latency, node *postoffice.Node) (end, error) {
 	}
 	filled := slices.Clone(answers[0].Val.Bytes())
 	turn := 0
-	return idleServer{}, s.Handle(func(b af.Batch) {
+	return nil, s.Handle(func(b af.Batch) {
 		var pushed []byte
 		if p := b.Pushes(); len(p) > 0 {
 			pushed = p[0].Val.Bytes()
