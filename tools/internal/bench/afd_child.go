@@ -350,18 +350,11 @@ func (s *afdServer) respond(b af.Batch, k int, err error) {
 
 // do times computations alone, or sets the computation of the next decode steps.
 func (s *afdServer) do(_ context.Context, what, _ string, d time.Duration, n int) ([]int64, error) {
-	if what == askAlone {
-		return s.alone(d, n)
+	if what != askAlone {
+		s.compute.Store(int64(d))
+		return nil, nil
 	}
-	s.compute.Store(int64(d))
-	return nil, nil
-}
-
-func (*afdServer) close() {}
-
-// alone times n times the computation of a decode step.
-func (s *afdServer) alone(d time.Duration, n int) ([]int64, error) {
-	return s.afdShape.alone(d, n, func(k int) error {
+	return s.alone(d, n, func(k int) error {
 		for range s.answers[k] {
 			if err := s.check(s.ownPush, 0, false); err != nil {
 				return err
@@ -371,3 +364,5 @@ func (s *afdServer) alone(d time.Duration, n int) ([]int64, error) {
 		return nil
 	})
 }
+
+func (*afdServer) close() {}

@@ -106,11 +106,8 @@ func (m *Machine) loopback() Address {
 
 // outer returns the address that other machines may reach, the zero Address if there is none.
 func (m *Machine) outer() Address {
-	addr, name := m.First()
-	if !addr.IsValid() {
-		return Address{}
-	}
-	return Address{name, addr.String()}
+	addr, _ := m.First()
+	return m.at(addr.String())
 }
 
 // first returns the first IPv4 address that fits, or the zero Address.

@@ -139,18 +139,12 @@ func (r *run) loop(signals <-chan os.Signal) {
 }
 
 func (r *run) signalled(s os.Signal) {
-	number, ok := s.(syscall.Signal)
-	if !ok {
-		return
-	}
-	switch {
-	case r.stopped && number == syscall.SIGPIPE:
-		return // each line written to a closed pipe raises one
-	case r.stopped:
+	switch number := s.(syscall.Signal); {
+	case !r.stopped:
+		r.fail(exit.With(128+int(number), fmt.Errorf("stopped by signal: %s", number)))
+	case number != syscall.SIGPIPE: // each line written to a closed pipe raises one
 		r.signalAll(syscall.SIGKILL)
-		return
 	}
-	r.fail(exit.With(128+int(number), fmt.Errorf("stopped by signal: %s", number)))
 }
 
 // exited handles the end of a process.
