@@ -53,6 +53,7 @@ type bareReport struct {
 	RatioP99 float64 `json:"ratio_p99"`
 }
 
+// where describes the place for a report.
 func (p place) where() where { return where{deviceOf(p.gpus), p.gpus, p.both, p.note()} }
 
 func newLatencyReport(van string, at place, p payload, iters int, r *result, cpu map[string]float64) *latencyReport {
