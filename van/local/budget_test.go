@@ -152,7 +152,7 @@ func TestSendBudget(t *testing.T) {
 				t.Errorf("%d refused messages are counted, want 1", n)
 			}
 			worker.says("a message was refused: its peer takes nothing")
-			link := (*worker.peers.links.Load())[8]
+			link := worker.peers.link(8)
 			link.mu.Lock()
 			if link.seen != link.progress() {
 				t.Error("the next Send will wait again for a peer that has taken nothing")

@@ -7,8 +7,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Connect implements van.Van. Links to reachable peers are made when this node sends its first data message to any
-// peer: a node that sends no data shares no memory. Messages wait until the result is known: see peers.settledLink.
+// Connect implements van.Van. Links to reachable peers are made when this node sends its first data message to one
+// of them: a node that sends no data shares no memory. Messages wait until the result is known: see peers.settledLink.
 func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	if err := v.inner.Connect(ctx, id, peer); err != nil {
 		return err
@@ -23,12 +23,11 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	n.token, n.incarnation = t, who.Incarnation
 	p := v.peers
 	p.mu.Lock()
-	p.dialling.Add(1) // before takeLink removes the link
-	old := p.takeLink(id)
-	was := p.nodes[id]
+	was := p.of(id)
+	old := p.leavingLocked(was)
 	p.unmakeLocked(was)
 	n.admitted = was == nil || was.admitted && was.token.name == t.name
-	p.nodes[id] = n
+	p.changeLocked(func(all map[int]*outPeer) { all[id] = n })
 	if was != nil && was.token.name != t.name {
 		p.fenceLocked(id, was)
 	}
@@ -43,7 +42,7 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	if on && offers && v.own.token.reach(&t) == "" {
 		left := p.draining[id]
 		n.make = func() {
-			defer p.settle(n)
+			defer close(n.settled)
 			if left != nil {
 				<-left // earlier messages must arrive first
 			}
@@ -58,7 +57,7 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 			n.why = v.dialer.whyNot(id, &t, offers)
 		}
 		p.mu.Unlock()
-		p.settle(n)
+		close(n.settled)
 	}
 	if old != nil {
 		p.end(old)
@@ -73,9 +72,10 @@ const drainTime = 500 * time.Millisecond
 func (v *Van) Disconnect(id int) {
 	p := v.peers
 	p.mu.Lock()
-	l := p.takeLink(id)
-	p.unmakeLocked(p.nodes[id])
-	delete(p.nodes, id)
+	n := p.of(id)
+	l := p.leavingLocked(n)
+	p.unmakeLocked(n)
+	p.changeLocked(func(all map[int]*outPeer) { delete(all, id) })
 	if l != nil && !p.closed {
 		before, left := p.draining[id], make(chan struct{})
 		p.draining[id] = left
@@ -107,25 +107,21 @@ func (v *Van) Rename(old, id int) error {
 	}
 	p := v.peers
 	p.mu.Lock()
-	l, other := p.link(old), p.takeLink(id)
-	if n := p.nodes[old]; n != nil {
-		p.unmakeLocked(p.nodes[id])
-		p.nodes[id] = n
-		n.id.Store(int32(id))
-		delete(p.nodes, old)
-		if x := p.changing(old); x != nil {
-			p.setChangingLocked(old, nil)
-			p.setChangingLocked(id, x)
-		}
+	n, other := p.of(old), p.of(id)
+	if n == nil {
+		p.mu.Unlock()
+		return nil
 	}
-	if l != nil {
+	former := p.leavingLocked(other)
+	p.unmakeLocked(other)
+	n.id.Store(int32(id))
+	if l := n.link.Load(); l != nil {
 		l.id.Store(int32(id))
 	}
-	p.setLink(id, l) // first, so that Cancel finds the link at any time
-	p.setLink(old, nil)
+	p.changeLocked(func(all map[int]*outPeer) { delete(all, old); all[id] = n })
 	p.mu.Unlock()
-	if other != nil {
-		p.end(other)
+	if former != nil {
+		p.end(former)
 	}
 	return nil
 }

@@ -98,7 +98,7 @@ func TestDisconnectGoesOn(t *testing.T) {
 	for i := range before {
 		worker.must(data(8, i, pattern(i, 1<<20)))
 	}
-	l := (*worker.peers.links.Load())[8]
+	l := worker.peers.link(8)
 	l.mu.Lock() // nothing more leaves for now
 	worker.Disconnect(8)
 	if err := worker.Connect(t.Context(), 8, server.self); err != nil {
@@ -106,7 +106,7 @@ func TestDisconnectGoesOn(t *testing.T) {
 	}
 	server.start()
 	worker.peers.mu.Lock()
-	next := worker.peers.nodes[8]
+	next := worker.peers.of(8)
 	worker.peers.mu.Unlock()
 	select {
 	case <-next.settled:

@@ -421,7 +421,7 @@ func TestHostileDevice(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			worker, server, wdev, _ := devicePair(t)
-			l := (*worker.peers.links.Load())[8]
+			l := worker.peers.link(8)
 			m := value(wdev, 8, 1, pattern(1, 100))
 			e, err := wdev.Export(m.Vals)
 			if err != nil {

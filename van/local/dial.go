@@ -252,12 +252,12 @@ func (d *dialer) add(n *outPeer, l *outLink) bool {
 func (d *dialer) addLocked(n *outPeer, l *outLink) bool {
 	p := d.peers
 	id := int(n.id.Load())
-	if p.closed || p.nodes[id] != n {
+	if p.closed || p.of(id) != n {
 		l.close(true)
 		return false
 	}
 	l.id.Store(int32(id))
-	p.setLink(id, l)
+	p.setLink(n, l)
 	p.wg.Go(func() {
 		awaitEnd(l.conn)
 		d.lost(n, l)
@@ -318,7 +318,7 @@ func (d *dialer) lost(n *outPeer, l *outLink) {
 		if retries {
 			d.later(n)
 		}
-		p.setLink(id, nil)
+		p.setLink(n, nil)
 	}
 	if !gone {
 		p.tell(n, id, true, nil)

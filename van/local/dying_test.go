@@ -50,7 +50,7 @@ func (x *node) breakIn() {
 func (x *node) down(id int) bool {
 	x.peers.mu.Lock()
 	defer x.peers.mu.Unlock()
-	return x.peers.losses.Down(x.peers.nodes[id])
+	return x.peers.losses.Down(x.peers.of(id))
 }
 
 // TestDyingPeer: a process that dies still has its socket when its connections have
@@ -63,7 +63,7 @@ func TestDyingPeer(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			worker, server := pairWith(t, func(v *Van) { v.peers.returnTime = limit }) // no process dies here
 			worker.peers.mu.Lock()
-			worker.peers.nodes[8].tries = c.tries
+			worker.peers.of(8).tries = c.tries
 			worker.peers.mu.Unlock()
 			socket := server.stopAccepting()
 			server.breakIn()
@@ -91,7 +91,7 @@ func TestLateLoss(t *testing.T) {
 	worker, server := pair(t)
 	worker.rx.feed.Lock()
 	server.peers.mu.Lock()
-	_ = (*server.peers.links.Load())[9].conn.Close()
+	_ = server.peers.link(9).conn.Close()
 	server.peers.mu.Unlock()
 	eventually(t, "the new link is there, the old one lost", func() bool {
 		ins := *worker.peers.ins.Load()
@@ -158,7 +158,7 @@ func TestReplacedPeer(t *testing.T) {
 				})
 				worker.connect(old)
 				worker.peers.mu.Lock()
-				was := worker.peers.nodes[8]
+				was := worker.peers.of(8)
 				worker.peers.mu.Unlock()
 				old.breakIn()
 				<-telling // the loss of old is being reported
@@ -196,7 +196,7 @@ func TestDeadPeerDoesNotReturn(t *testing.T) {
 	}
 	eventually(t, "the process has ended", func() bool { return ended(child.Process.Pid) })
 	worker.peers.mu.Lock()
-	n := worker.peers.nodes[8]
+	n := worker.peers.of(8)
 	worker.peers.mu.Unlock()
 	worker.peers.tell(n, 8, false, errLinkBroke)
 	worker.event(8, false)

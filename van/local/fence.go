@@ -28,7 +28,7 @@ const maxReplaced = 1024
 func (p *peers) admitLate(n *outPeer) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if id := int(n.id.Load()); p.nodes[id] == n && !n.admitted {
+	if id := int(n.id.Load()); p.of(id) == n && !n.admitted {
 		n.admitted = true
 		p.admitLocked(id)
 	}
@@ -38,7 +38,7 @@ func (p *peers) admitLate(n *outPeer) {
 func (p *peers) admit(id int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if n := p.nodes[id]; n != nil {
+	if n := p.of(id); n != nil {
 		n.admitted = true
 		p.admitLocked(id)
 	}
@@ -46,7 +46,7 @@ func (p *peers) admit(id int) {
 
 // admitLocked starts to accept messages from peer id, if that is admitted. The caller holds p.mu.
 func (p *peers) admitLocked(id int) {
-	if !p.nodes[id].admitted {
+	if !p.of(id).admitted {
 		return
 	}
 	for _, l := range *p.ins.Load() {
@@ -59,7 +59,7 @@ func (p *peers) admitLocked(id int) {
 // isOf reports whether l comes from the process that Connect has named, and not from a former or future
 // process with the same id. The caller holds p.mu.
 func (p *peers) isOf(l *inLink) bool {
-	n := p.nodes[l.from.id]
+	n := p.of(l.from.id)
 	return n != nil && n.token.name == l.name
 }
 
@@ -101,7 +101,7 @@ func (p *peers) endHold(l *inLink) {
 	if !l.held.Load() || !p.bell.isOpen() {
 		return
 	}
-	if p.nodes[l.from.id] != nil && !p.isOf(l) && !failpoint.On("fencing") {
+	if p.of(l.from.id) != nil && !p.isOf(l) && !failpoint.On("fencing") {
 		p.log.Info("a link through shared memory ends: its process is not the one that is known under its id", "peer", van.NodeName(l.from.id))
 		p.fenceLinkLocked(l)
 		return

@@ -164,7 +164,7 @@ func TestLinkOfAReplacedProcess(t *testing.T) {
 		t.Fatal(err)
 	}
 	server.peers.mu.Lock()
-	was := server.peers.nodes[9]
+	was := server.peers.of(9)
 	server.peers.mu.Unlock()
 	server.connect(next)
 	next.connect(server)

@@ -177,7 +177,7 @@ func TestDropBounded(t *testing.T) {
 	}
 	eventually(t, "the copies are queued", func() bool { return server.copies.running.Load() == n })
 	begun := time.Now()
-	l := (*worker.peers.links.Load())[8]
+	l := worker.peers.link(8)
 	l.mu.Lock()
 	l.write(pattern(3, 4096)) // ends the link
 	l.mu.Unlock()
@@ -231,7 +231,7 @@ func TestStrandedCopy(t *testing.T) {
 			server.must(asAnswer(value(sdev, 9, 1, pattern(1, 3000))))
 			if recorded {
 				eventually(t, "the copy is queued", func() bool { return worker.copies.running.Load() == 1 })
-				l := (*server.peers.links.Load())[9]
+				l := server.peers.link(9)
 				l.mu.Lock()
 				l.write(pattern(3, 4096)) // ends the link
 				l.mu.Unlock()
@@ -356,7 +356,7 @@ func TestRecordChanges(t *testing.T) {
 func TestDeviceLinkGone(t *testing.T) {
 	worker, server, wdev, _ := devicePair(t)
 	_ = server
-	l := (*worker.peers.links.Load())[8]
+	l := worker.peers.link(8)
 	l.device = false
 	err := worker.Send(value(wdev, 8, 1, pattern(1, 100)))
 	l.device = true
@@ -364,13 +364,13 @@ func TestDeviceLinkGone(t *testing.T) {
 		t.Errorf("a link without a device: %v", err)
 	}
 	worker.peers.mu.Lock()
-	worker.peers.setLink(8, nil)
+	worker.peers.setLink(worker.peers.of(8), nil)
 	worker.peers.mu.Unlock()
 	if err := worker.Send(value(wdev, 8, 1, pattern(1, 100))); !errors.Is(err, backend.ErrNotExportable) {
 		t.Errorf("no link: %v", err)
 	}
 	worker.peers.mu.Lock()
-	worker.peers.setLink(8, l)
+	worker.peers.setLink(worker.peers.of(8), l)
 	worker.peers.mu.Unlock()
 }
 
@@ -447,7 +447,7 @@ func testDeviceWaits(t *testing.T, beyond bool) {
 		break
 	}
 	server.rx.feed.Unlock()
-	l := (*worker.peers.links.Load())[8]
+	l := worker.peers.link(8)
 	l.mu.Lock()
 	l.write(pattern(3, 4096)) // ends the link, and they make another one
 	l.mu.Unlock()

@@ -151,7 +151,7 @@ func TestHostileSender(t *testing.T) {
 			worker.must(data(8, 0, []byte("before")))
 			server.next().Release()
 
-			l := (*worker.peers.links.Load())[8]
+			l := worker.peers.link(8)
 			l.mu.Lock()
 			c.do(l)
 			l.mu.Unlock()

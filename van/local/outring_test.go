@@ -151,13 +151,13 @@ func TestMemoryOnFirstData(t *testing.T) {
 			}
 		}
 	}
-	if used, links := worker.tx.memory.used.Load(), len(*worker.peers.links.Load()); used != 0 || links != 0 {
+	if used, links := worker.tx.memory.used.Load(), len(*worker.peers.outs.Load()); used != 0 || links != 0 {
 		t.Errorf("%d links share %d bytes before any data", links, used)
 	}
 	worker.Disconnect(10) // this settles that there is no link
 	worker.must(data(8, 1, []byte("x")))
 	servers[0].next().Release()
-	eventually(t, "the links to the others are made, too", func() bool { return worker.peers.link(12) != nil && worker.peers.dialling.Load() == 0 })
+	eventually(t, "the links to the others are made, too", func() bool { return worker.peers.link(12) != nil })
 	if worker.peers.link(10) != nil || servers[0].peers.link(9) != nil {
 		t.Error("a link was made that nobody needs")
 	}

@@ -30,6 +30,10 @@ type outPeer struct {
 	loss         losses.State
 	settled      chan struct{} // closed when it is known whether there is a link
 	make         func()        // makes the link and closes settled; nil once it runs; peers.mu guards it
+
+	link   atomic.Pointer[outLink]
+	over   atomic.Bool  // data may move from the van inside to a later link
+	inside sync.RWMutex // with over: held for reading by a Send over the van inside, and for writing while the data moves
 }
 
 // peers are the nodes that this node knows, and the links to and from them.
@@ -38,12 +42,10 @@ type peers struct {
 	bell  *doorbell
 	dests *landing.Table
 
-	links    atomic.Pointer[map[int]*outLink] // by node id
-	outs     atomic.Pointer[[]*outLink]       // the same
-	ending   atomic.Pointer[[]*outLink]       // links that takeLink has removed and end has not closed yet
-	ins      atomic.Pointer[[]*inLink]
-	changes  atomic.Pointer[changes]
-	dialling atomic.Int32 // the number of peers whose settled is open
+	all    atomic.Pointer[map[int]*outPeer] // by node id
+	outs   atomic.Pointer[[]*outLink]       // their links
+	ending atomic.Pointer[[]*outLink]       // links of peers that have left, which end has not closed yet
+	ins    atomic.Pointer[[]*inLink]
 
 	holdTime    time.Duration // the constant, except in tests
 	unknownTime time.Duration // the constant, except in tests
@@ -58,7 +60,6 @@ type peers struct {
 	closed   bool
 	used     bool   // this node has data to send, so it makes links
 	none     string // why this node makes no links; "" if it does
-	nodes    map[int]*outPeer
 	senders  map[int]*inPeer
 	draining map[int]chan struct{} // closed when the sent messages are delivered
 	replaced [][16]byte            // names of replaced processes
@@ -66,18 +67,18 @@ type peers struct {
 
 func newPeers(log *slog.Logger, bell *doorbell, dests *landing.Table) *peers {
 	p := &peers{log: log, bell: bell, dests: dests, holdTime: holdTime, unknownTime: unknownTime, returnTime: returnTime,
-		nodes: map[int]*outPeer{}, senders: map[int]*inPeer{}, draining: map[int]chan struct{}{}}
+		senders: map[int]*inPeer{}, draining: map[int]chan struct{}{}}
 	p.losses.Current = func(x losses.Peer) bool {
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		n := x.(*outPeer)
-		return p.nodes[int(n.id.Load())] == n && !p.closed
+		return p.of(int(n.id.Load())) == n && !p.closed
 	}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	p.ins.Store(&[]*inLink{})
 	p.outs.Store(&[]*outLink{})
 	p.ending.Store(&[]*outLink{})
-	p.links.Store(&map[int]*outLink{})
+	p.all.Store(&map[int]*outPeer{})
 	return p
 }
 
@@ -87,48 +88,54 @@ func (n *outPeer) Process() (id int, incarnation uint32) { return int(n.id.Load(
 // Loss implements losses.Peer.
 func (n *outPeer) Loss() *losses.State { return &n.loss }
 
+// of returns peer id, nil if this node does not know it.
+func (p *peers) of(id int) *outPeer { return (*p.all.Load())[id] }
+
 // link returns the link to node id, or nil.
-func (p *peers) link(id int) *outLink { return (*p.links.Load())[id] }
+func (p *peers) link(id int) *outLink {
+	if n := p.of(id); n != nil {
+		return n.link.Load()
+	}
+	return nil
+}
 
 // settledLink returns the link to node id after it is known whether there is one. It waits for that, for
 // linkTime and drainTime at most: a message must not overtake earlier messages.
 func (p *peers) settledLink(id int) *outLink {
-	if l := p.link(id); l != nil {
-		return l
-	}
-	for p.dialling.Load() > 0 {
-		p.mu.Lock()
-		n := p.nodes[id]
-		if n != nil {
-			p.useLocked()
+	for n := p.of(id); n != nil; n = p.of(id) {
+		if l := n.link.Load(); l != nil || n.isSettled() {
+			return l
 		}
-		p.mu.Unlock()
-		if n == nil {
-			break
-		}
+		p.use()
 		select {
 		case <-n.settled:
-			p.mu.Lock()
-			same := p.nodes[id] == n
-			p.mu.Unlock()
-			if same {
-				return p.link(id)
-			}
 		case <-p.ctx.Done():
 			return nil
 		}
 	}
-	return p.link(id) // the link may have been made meanwhile
+	return nil
 }
 
-// useLocked makes the links that Connect has not made, all at once. If they were made one after the other,
-// the first message to all peers would wait for the sum of their handshakes. The caller holds p.mu.
-func (p *peers) useLocked() {
+// isSettled reports whether it is known whether there is a link to n.
+func (n *outPeer) isSettled() bool {
+	select {
+	case <-n.settled:
+		return true
+	default:
+		return false
+	}
+}
+
+// use makes the links that Connect has not made, all at once. If they were made one after the other,
+// the first message to all peers would wait for the sum of their handshakes.
+func (p *peers) use() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	if p.used || p.closed {
 		return
 	}
 	p.used = true
-	for _, n := range p.nodes {
+	for _, n := range *p.all.Load() {
 		p.makeLocked(n)
 	}
 }
@@ -141,12 +148,12 @@ func (p *peers) makeLocked(n *outPeer) {
 	}
 }
 
-// unmakeLocked settles that n gets no link if makeLocked was not called for it: n is about to leave p.nodes. n may be nil. The
+// unmakeLocked settles that n gets no link if makeLocked was not called for it: n is about to leave p.all. n may be nil. The
 // caller holds p.mu.
 func (p *peers) unmakeLocked(n *outPeer) {
 	if n != nil && n.make != nil {
 		n.make = nil
-		p.settle(n)
+		close(n.settled)
 	}
 }
 
@@ -154,50 +161,56 @@ func (p *peers) unmakeLocked(n *outPeer) {
 func (p *peers) whyNot(id int) (why string, settled bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	n := p.nodes[id]
-	if n == nil || p.none != "" {
+	n := p.of(id)
+	switch {
+	case n == nil || p.none != "":
 		return p.none, true
-	}
-	select {
-	case <-n.settled:
+	case n.isSettled():
 		return n.why, true
-	default:
-		return "", false
 	}
+	return "", false
 }
 
-// settle records that it is known whether data to n goes over a link.
-func (p *peers) settle(n *outPeer) {
-	close(n.settled)
-	p.dialling.Add(-1)
+// changeLocked replaces the table of peers. The links of peers that leave it must be passed to leavingLocked before. The caller holds p.mu.
+func (p *peers) changeLocked(f func(map[int]*outPeer)) {
+	all := maps.Clone(*p.all.Load())
+	f(all)
+	p.all.Store(&all)
+	p.listLocked()
 }
 
-// setLink makes l, which may be nil, the link to id. The caller holds p.mu.
-func (p *peers) setLink(id int, l *outLink) {
-	links := maps.Clone(*p.links.Load())
-	delete(links, id)
-	if l != nil {
-		links[id] = l
+// setLink makes l, which may be nil, the link to n. The caller holds p.mu.
+func (p *peers) setLink(n *outPeer, l *outLink) {
+	n.link.Store(l)
+	p.listLocked()
+}
+
+// listLocked lists the links of all peers. The caller holds p.mu.
+func (p *peers) listLocked() {
+	var outs []*outLink
+	for _, n := range *p.all.Load() {
+		if l := n.link.Load(); l != nil {
+			outs = append(outs, l)
+		}
 	}
-	outs := slices.Collect(maps.Values(links))
-	p.links.Store(&links)
 	p.outs.Store(&outs)
 }
 
-// takeLink removes the link to id and returns it, if there is one. The caller passes it to end. Until then the link may
-// send its messages, so Cancel must find it: it is added to ending before it is removed from outs. The caller holds p.mu.
-func (p *peers) takeLink(id int) *outLink {
-	l := p.link(id)
-	if l == nil {
+// leavingLocked returns the link of n, which is about to leave p.all, if there is one. n may be nil. The caller passes the link to end. Until
+// then it may send its messages, so Cancel must find it: it is added to ending before it is removed from outs. The caller holds p.mu.
+func (p *peers) leavingLocked(n *outPeer) *outLink {
+	if n == nil {
 		return nil
 	}
-	ending := append(slices.Clone(*p.ending.Load()), l)
-	p.ending.Store(&ending)
-	p.setLink(id, nil)
+	l := n.link.Load()
+	if l != nil {
+		ending := append(slices.Clone(*p.ending.Load()), l)
+		p.ending.Store(&ending)
+	}
 	return l
 }
 
-// end closes a link that takeLink has returned.
+// end closes a link that leavingLocked has returned.
 func (p *peers) end(l *outLink) {
 	l.close(true)
 	p.mu.Lock()
@@ -241,7 +254,7 @@ func (p *peers) addIn(l *inLink) error {
 	}
 	ins := append(slices.Clone(*p.ins.Load()), l)
 	p.ins.Store(&ins)
-	same, n := p.isOf(l), p.nodes[l.from.id]
+	same, n := p.isOf(l), p.of(l.from.id)
 	switch {
 	case n != nil && !same:
 		p.hold(l, p.unknownTime)
@@ -268,7 +281,7 @@ func (p *peers) removeIn(l *inLink) {
 	p.mu.Lock()
 	ins := slices.DeleteFunc(slices.Clone(*p.ins.Load()), func(x *inLink) bool { return x == l })
 	p.ins.Store(&ins)
-	same, n := p.isOf(l), p.nodes[l.from.id]
+	same, n := p.isOf(l), p.of(l.from.id)
 	again := slices.ContainsFunc(ins, func(x *inLink) bool { return x.from == l.from && x.name == l.name && !x.lost.Load() })
 	p.mu.Unlock()
 	cause := errLinkBroke

@@ -121,7 +121,7 @@ func TestProofOfBothWays(t *testing.T) {
 	server.next().Release()
 	server.must(data(9, 2, pattern(2, 100_000)))
 	worker.next().Release()
-	l := (*worker.peers.links.Load())[8]
+	l := worker.peers.link(8)
 	_ = l.conn.Close()
 	worker.event(8, true)
 	worker.resend(data(8, 3, []byte("after")))

@@ -133,7 +133,7 @@ func TestTakenBack(t *testing.T) {
 		t.Fatalf("%d values are pinned, want one", n)
 	}
 	eventually(t, "the value waits behind the first message", func() bool { return server.rx.feed.Loop.Budget.Used() > 0 })
-	(*worker.peers.links.Load())[8].close(false)
+	worker.peers.link(8).close(false)
 	copy(value, pattern(2, len(value)))
 	close(release)
 	server.next().Release()

@@ -6,9 +6,7 @@ package local
 import (
 	"errors"
 	"log/slog"
-	"maps"
 	"slices"
-	"sync"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/failback"
@@ -19,48 +17,12 @@ const markKind = "link"
 
 func markOf(number [8]byte) failback.Mark { return failback.Mark{Kind: markKind, Number: number} }
 
-// changes are the peers whose data goes over the van inside until a link to them can be made.
-type changes struct {
-	peers map[int]*inside // by node id; replaced, never changed
-}
-
-// inside is the lock of Sends to such a peer over the van inside.
-type inside struct{ sync.RWMutex }
-
-// changing returns the lock of Sends to a peer whose data may change from the van inside to a link, nil for the others.
-func (p *peers) changing(id int) *inside {
-	if c := p.changes.Load(); c != nil {
-		return c.peers[id]
-	}
-	return nil
-}
-
-// setChangingLocked records that data to peer id may change to a link; a nil x ends that. The caller holds p.mu.
-func (p *peers) setChangingLocked(id int, x *inside) {
-	c := &changes{peers: map[int]*inside{}}
-	if old := p.changes.Load(); old != nil {
-		maps.Copy(c.peers, old.peers)
-	}
-	if delete(c.peers, id); x != nil {
-		c.peers[id] = x
-	}
-	if len(c.peers) == 0 {
-		c = nil
-	}
-	p.changes.Store(c)
-}
-
 // sendInside sends msg over inner if data to its receiver goes there, and reports false if there is a link by now.
 func (p *peers) sendInside(inner van.Van, msg *van.Message) (sent bool, err error) {
-	x := p.changing(msg.Receiver)
-	if x == nil {
-		if p.link(msg.Receiver) != nil { // it was installed before the change ended
-			return false, nil
-		}
-		return true, inner.Send(msg)
+	if n := p.of(msg.Receiver); n != nil && n.over.Load() {
+		n.inside.RLock()
+		defer n.inside.RUnlock()
 	}
-	x.RLock()
-	defer x.RUnlock()
 	if p.link(msg.Receiver) != nil {
 		return false, nil
 	}
@@ -70,30 +32,18 @@ func (p *peers) sendInside(inner van.Van, msg *van.Message) (sent bool, err erro
 // laterLocked starts the later tries to make a link to n. The caller holds peers.mu, and no data to n goes over the van inside yet.
 func (d *dialer) laterLocked(n *outPeer) {
 	p := d.peers
-	id := int(n.id.Load())
-	if p.closed || p.nodes[id] != n {
-		return
+	if !p.closed && p.of(int(n.id.Load())) == n {
+		n.over.Store(true)
+		p.wg.Go(func() { d.retryLink(n) })
 	}
-	x := &inside{}
-	p.setChangingLocked(id, x)
-	p.wg.Go(func() {
-		d.retryLink(n, x)
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		if id := int(n.id.Load()); p.changing(id) == x {
-			p.setChangingLocked(id, nil)
-		}
-	})
 }
 
 // retryLink makes a link to n, and moves the data to n to that link. It returns when that is done, cannot succeed any more, or n has left.
-func (d *dialer) retryLink(n *outPeer, x *inside) {
+func (d *dialer) retryLink(n *outPeer) {
 	p := d.peers
 	known := func() (id int, ok bool) {
-		p.mu.Lock()
-		defer p.mu.Unlock()
 		id = int(n.id.Load())
-		return id, p.nodes[id] == n
+		return id, p.of(id) == n
 	}
 	d.retry.Run(p.ctx, known, func(id int) error {
 		p.mu.Lock()
@@ -104,7 +54,7 @@ func (d *dialer) retryLink(n *outPeer, x *inside) {
 			d.failed(n, err)
 			return err
 		}
-		err = failback.Change(&x.RWMutex, d.inner, id, markOf(l.number), func() error {
+		err = failback.Change(&n.inside, d.inner, id, markOf(l.number), func() error {
 			p.mu.Lock()
 			defer p.mu.Unlock()
 			if n.insideLosses != losses {
@@ -156,7 +106,7 @@ func (p *peers) endBehind(l *inLink, level slog.Level) {
 // lostInside ends the links to and from peer id that wait for marks: the van inside has lost the peer, and perhaps the marks.
 func (p *peers) lostInside(id int) {
 	p.mu.Lock()
-	if n := p.nodes[id]; n != nil {
+	if n := p.of(id); n != nil {
 		n.insideLosses++
 	}
 	p.mu.Unlock()

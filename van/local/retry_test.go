@@ -115,7 +115,6 @@ func TestLinkLater(t *testing.T) {
 				}
 				m.Release()
 			}
-			eventually(t, "nothing changes any more", func() bool { return worker.peers.changes.Load() == nil })
 			if worker.down(8) || server.down(9) {
 				t.Error("a peer is held for lost")
 			}
@@ -205,6 +204,18 @@ func TestChangeUnderTraffic(t *testing.T) {
 	}
 }
 
+// unlink ends the link to peer id.
+func (x *node) unlink(id int) *outPeer {
+	p := x.peers
+	p.mu.Lock()
+	n := p.of(id)
+	l := p.leavingLocked(n)
+	p.setLink(n, nil)
+	p.mu.Unlock()
+	p.end(l)
+	return n
+}
+
 // TestMarksLost: a link whose marks are lost with the van inside's connection ends as a broken link does, at both ends.
 func TestMarksLost(t *testing.T) {
 	for name, lose := range map[string]func(worker, server *node){
@@ -213,11 +224,7 @@ func TestMarksLost(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			worker, server := pairWith(t, func(v *Van) { v.dialer.retry.Pause = time.Hour })
-			p := worker.peers
-			p.mu.Lock()
-			n, old := p.nodes[8], p.takeLink(8)
-			p.mu.Unlock()
-			p.end(old)
+			n := worker.unlink(8)
 			l, err := worker.dialer.dial(t.Context(), 8, &n.token, true)
 			if err != nil {
 				t.Fatal(err)
@@ -293,15 +300,11 @@ func TestMarksLostBefore(t *testing.T) {
 // TestHopeless: after an error that no later try can change, there are no more tries, and the log says so.
 func TestHopeless(t *testing.T) {
 	worker, _ := pair(t)
-	p := worker.peers
-	p.mu.Lock()
-	n, old := p.nodes[8], p.takeLink(8)
-	p.mu.Unlock()
-	p.end(old)
+	n := worker.unlink(8)
 	worker.tx.memory.make = func(int, int) (int, error) { return -1, errProtocol }
 	worker.dialer.link(n)
 	worker.says("for as long as both processes run")
-	if p.changes.Load() != nil {
+	if n.over.Load() {
 		t.Error("it is tried again")
 	}
 	for err, want := range map[error]bool{errProtocol: true, van.ErrReplaced: true, unix.EMFILE: false, errNoBudget: false, errRefused: false,

@@ -157,7 +157,7 @@ func TestSegmentsUnused(t *testing.T) {
 // TestSegmentsRoom: the oldest allocation is withdrawn for a new one; if all are pinned, none is.
 func TestSegmentsRoom(t *testing.T) {
 	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
-	l := (*worker.peers.links.Load())[8]
+	l := worker.peers.link(8)
 	worker.must(valueIn(mem.Sub(0, onePage), 1, pattern(1, 10)))
 	server.next().Release()
 	eventually(t, "it is acknowledged", func() bool { return worker.Stats().LentValues == 0 })
@@ -185,7 +185,7 @@ func TestSegmentsLost(t *testing.T) {
 		worker.must(valueIn(mem, i, pattern(i, 2*onePage)))
 	}
 	eventually(t, "the copies are queued", func() bool { return server.copies.running.Load() == 5 })
-	l := (*worker.peers.links.Load())[8]
+	l := worker.peers.link(8)
 	l.mu.Lock()
 	var x backend.Shared
 	err := errors.Join(worker.own.device.sharer.Share(&x, mem.Sub(2*onePage, 10)), l.offers.tell(&x, l.inUseSince))
@@ -287,7 +287,7 @@ func TestHostileSegments(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
-			l := (*worker.peers.links.Load())[8]
+			l := worker.peers.link(8)
 			m := valueIn(mem, 1, pattern(1, 2*onePage))
 			var x backend.Shared
 			if err := worker.own.device.sharer.Share(&x, m.Vals); err != nil {
@@ -327,7 +327,7 @@ func TestHostileSegments(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			worker, server, wdev, sdev, mem := mappedPair(t, onePage, onePage)
 			open := files(t)
-			l := (*worker.peers.links.Load())[8]
+			l := worker.peers.link(8)
 			var x backend.Shared
 			if err := wdev.Share(&x, mem.Sub(0, 1)); err != nil {
 				t.Fatal(err)
@@ -458,7 +458,7 @@ func TestSegmentsQueued(t *testing.T) {
 		worker.must(value(wdev, 8, i, pattern(i, 100)))
 	}
 	worker.must(valueIn(mem, slotCount, pattern(1, 2*onePage)))
-	l := (*worker.peers.links.Load())[8]
+	l := worker.peers.link(8)
 	l.mu.Lock()
 	queued := len(l.queue.list)
 	l.mu.Unlock()
@@ -480,7 +480,7 @@ func TestSegmentsUsedMeanwhile(t *testing.T) {
 	worker.must(valueIn(mem, 1, pattern(1, 2*onePage)))
 	server.next().Release()
 	eventually(t, "it is acknowledged", func() bool { return worker.Stats().LentValues == 0 })
-	l := (*worker.peers.links.Load())[8]
+	l := worker.peers.link(8)
 	l.tidy(before)
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -503,7 +503,7 @@ func TestSegmentsCopyDoesNotEnd(t *testing.T) {
 	}
 	worker.must(valueIn(mem.Sub(0, onePage), 1, pattern(1, onePage)))
 	eventually(t, "the copy is queued", func() bool { return server.copies.running.Load() == 1 })
-	l := (*worker.peers.links.Load())[8]
+	l := worker.peers.link(8)
 	l.mu.Lock()
 	l.write(pattern(3, 4096)) // ends the link
 	l.mu.Unlock()
@@ -520,7 +520,7 @@ func TestSegmentsCopyDoesNotEnd(t *testing.T) {
 // TestSegmentsTidyWhileSending: the receiver does not wait for a sender.
 func TestSegmentsTidyWhileSending(t *testing.T) {
 	worker, _, _, _, _ := mappedPair(t, onePage)
-	l := (*worker.peers.links.Load())[8]
+	l := worker.peers.link(8)
 	l.mu.Lock() // as Send does while it waits for room
 	done := make(chan struct{})
 	go func() {

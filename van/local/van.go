@@ -326,7 +326,7 @@ func (v *Van) Cancel(q van.Requests) {
 	for _, l := range *v.peers.outs.Load() {
 		l.recall(&q)
 	}
-	for _, l := range *v.peers.ending.Load() { // after outs: see takeLink
+	for _, l := range *v.peers.ending.Load() { // after outs: see leavingLocked
 		l.recall(&q)
 	}
 	if r, ok := van.As[van.Canceler](v.inner); ok {
@@ -385,17 +385,17 @@ func (v *Van) Close(ctx context.Context) error {
 	}
 	p.closed = true
 	v.closing.Store(true)
-	links, draining, started := *p.links.Load(), slices.Collect(maps.Values(p.draining)), v.started
+	links, draining, started := *p.outs.Load(), slices.Collect(maps.Values(p.draining)), v.started
 	p.mu.Unlock()
 	_ = listener.Close()
 	p.cancel()
 	// The receiver continues meanwhile: the peer may also wait until its messages are received.
 	var all sync.WaitGroup
-	for id, l := range links {
+	for _, l := range links {
 		all.Go(func() {
 			l.linger(ctx)
 			if n := l.close(true); n > 0 {
-				v.log.Warn("closed with messages that the peer has not taken", "peer", van.NodeName(id), "messages", n)
+				v.log.Warn("closed with messages that the peer has not taken", "peer", van.NodeName(int(l.id.Load())), "messages", n)
 			}
 		})
 	}
