@@ -56,13 +56,6 @@ func (p *peers) admitLocked(id int) {
 	}
 }
 
-// isOf reports whether l comes from the process that Connect has named, and not from a former or future
-// process with the same id. The caller holds p.mu.
-func (p *peers) isOf(l *inLink) bool {
-	n := p.of(l.from.id)
-	return n != nil && n.token.name == l.name
-}
-
 // fenceLocked ends the links from the process that was peer id. The caller holds p.mu.
 func (p *peers) fenceLocked(id int, was *outPeer) {
 	if failpoint.On("fencing") || was.token.name == [16]byte{} {
