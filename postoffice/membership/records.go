@@ -33,11 +33,18 @@ func (r *records) step(now time.Duration, msg *van.Meta) error {
 	if r.life.phase == joining {
 		return r.join(now, msg)
 	}
-	r.noteGeneration(msg)
+	complete := true // no record is older than another message about its node
 	for i := range msg.Control.Nodes {
-		if n := &msg.Control.Nodes[i]; n.Role != van.Scheduler && r.life.phase != failed && !r.outdated(now, n.ID, msg) {
+		switch n := &msg.Control.Nodes[i]; {
+		case n.Role == van.Scheduler || r.life.phase == failed:
+		case r.outdated(now, n.ID, msg):
+			complete = false
+		default:
 			r.update(now, n)
 		}
+	}
+	if complete { // otherwise the next heartbeats request the whole table
+		r.noteGeneration(msg)
 	}
 	return nil
 }
