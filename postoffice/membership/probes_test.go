@@ -1,12 +1,14 @@
 package membership
 
 import (
+	"errors"
 	"fmt"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -300,6 +302,28 @@ func TestEnded(t *testing.T) {
 	}
 	if n := len(r.String()); n > 2*maxRefusalTexts*maxEndedText {
 		t.Errorf("the report has %d bytes", n)
+	}
+}
+
+// TestEndedIsOneCause: the log counts all texts of ended processes as one cause. Otherwise unknown processes could send so many
+// causes that later warnings are hidden.
+func TestEndedIsOneCause(t *testing.T) {
+	s := probingMachine(t, van.Scheduler, 1, 1)
+	causes := map[string]bool{}
+	for _, text := range []string{"worker", `of "no`, `\`, "rank: at 10.0.0.1:1"} {
+		meta := controlAt(0, van.Heartbeat)
+		meta.Body = Ended(text)
+		if err := s.Step(0, van.Empty, &meta); err != nil {
+			t.Fatal(err)
+		}
+		for _, o := range s.Take() {
+			if w, ok := o.(Warning); ok {
+				causes[logx.PeerKind(errors.New(w.Text))] = true
+			}
+		}
+	}
+	if len(causes) != 1 {
+		t.Errorf("causes %v, want one", causes)
 	}
 }
 

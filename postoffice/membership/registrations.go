@@ -210,7 +210,7 @@ const maxEndedText = 500
 func (s *registrations) nodeEnded(text string) {
 	text = strings.ToValidUTF8(text[:min(len(text), maxEndedText)], "")
 	appendRecent(&s.ended, text)
-	s.out.emit(Warning{Text: "a node has ended before it registered: " + text})
+	s.out.emit(Warning{Text: fmt.Sprintf("a node has ended before it registered: %q", text)}) // quoted: see logx.PeerKind
 }
 
 // Ended is the body of the message to the scheduler from a process that ends before it has registered. The text names
