@@ -1,6 +1,8 @@
 package launch
 
 import (
+	"os"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -116,6 +118,34 @@ func TestChildEndsWithoutReader(t *testing.T) {
 				t.Errorf("%v, with %q; want status %d and the worker's line", err, out.lines(), c.status)
 			} else if c.name == "failure" && !strings.Contains(err.Error(), "\n    last") {
 				t.Errorf("%v, want the last line, too", err)
+			}
+		})
+	}
+}
+
+// TestSignalWithoutReader: after the children have ended, signals end a launch whose output has no reader, also if --fail-on needs the output.
+func TestSignalWithoutReader(t *testing.T) {
+	for name, failOn := range map[string]*regexp.Regexp{"plain": nil, "fail-on": regexp.MustCompile("failed")} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			c := newCluster(map[string]string{"worker": "say line"})
+			c.spec.FailOn, c.signals = failOn, make(chan os.Signal)
+			out := &stopped{began: make(chan struct{}, 1), until: make(chan struct{})}
+			t.Cleanup(func() { close(out.until) })
+			done := make(chan error, 1)
+			go func() { done <- c.runTo(t, out) }()
+			<-out.began
+			for late := time.After(30 * time.Second); ; {
+				select {
+				case c.signals <- syscall.SIGTERM:
+				case err := <-done:
+					if exit.Status(err) != 143 {
+						t.Errorf("%v, want status 143", err)
+					}
+					return
+				case <-late:
+					t.Fatal("the launch has not ended after signals")
+				}
 			}
 		})
 	}

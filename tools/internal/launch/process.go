@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/internal/wake"
 )
 
 // drainTime is the time for which a process that has left the child's process group may hold the output open after the
@@ -26,7 +28,8 @@ type process struct {
 	printed chan struct{} // closed when all output was printed
 
 	mu    sync.Mutex
-	ended bool // the process group id may be reused
+	ended bool          // the process group id may be reused
+	cut   chan struct{} // has a token when wait need not wait for the output any more
 }
 
 // ended describes the end of a process.
@@ -40,7 +43,7 @@ type ended struct {
 
 // start starts c. The calling goroutine must be locked to its thread, and must not end before the child has ended.
 func start(c *Child, plan *Plan, colour int, out *printer) (*process, error) {
-	p := &process{Child: c, watch: watch{failOn: plan.Spec.FailOn}, cmd: exec.Command(c.Argv[0], c.Argv[1:]...), printed: make(chan struct{})}
+	p := &process{Child: c, watch: watch{failOn: plan.Spec.FailOn}, cmd: exec.Command(c.Argv[0], c.Argv[1:]...), printed: make(chan struct{}), cut: make(chan struct{}, 1)}
 	p.cmd.Env = c.Env
 	// The child has a process group of its own. The kernel kills it when the thread that started it ends.
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
@@ -74,17 +77,19 @@ func start(c *Child, plan *Plan, colour int, out *printer) (*process, error) {
 	return p, nil
 }
 
-// signal sends s to the process group of the child.
+// signal sends s to the process group of the child. If the child has ended, SIGKILL ends the wait for its output.
 func (p *process) signal(s syscall.Signal) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !p.ended {
 		_ = syscall.Kill(-p.cmd.Process.Pid, s) // the child may have ended
+	} else if s == syscall.SIGKILL {
+		wake.Put(p.cut)
 	}
 }
 
 // wait waits for the end of the child, kills the other processes of its group, and reads the rest of its output. If the launcher's
-// output has no reader, wait returns after drainTime and sayTime, before the rest is printed; it waits without a limit if the child
+// output has no reader, wait returns after drainTime and sayTime, before the rest is printed; it waits until SIGKILL if the child
 // succeeded and --fail-on may find a failure in its output.
 func (p *process) wait() ended {
 	waitExit(p.cmd.Process.Pid)
@@ -112,6 +117,7 @@ func (p *process) wait() ended {
 	select {
 	case <-p.printed:
 	case <-unread:
+	case <-p.cut:
 	}
 	e := ended{p: p, status: state.ExitCode(), how: state.String(), ok: state.Success(), at: at}
 	if st, is := state.Sys().(syscall.WaitStatus); is && st.Signaled() {

@@ -17,7 +17,8 @@ import (
 
 // Run starts the children of plan, and returns when all have ended: nil if all succeeded, else an error with the status
 // of the first child that failed. Run ends all children if one fails, after Spec.Timeout, or at a signal. A second
-// signal other than SIGPIPE kills them at once. After a signal the status is 128 plus its number.
+// signal other than SIGPIPE kills them at once. When they have ended, such a signal ends the wait for the reader of their
+// output. After a signal the status is 128 plus its number.
 //
 // After all workers (or without workers, all servers) have succeeded, the other children have Spec.Grace to end.
 // Children that Run must end count as failed.
@@ -45,13 +46,33 @@ func Run(plan *Plan, streams Streams, signals <-chan os.Signal, lookup func(stri
 	defer release()
 	started := slices.Clone(r.living)
 	r.loop(signals)
-	for _, p := range started { // all output is printed, even if its reader is late
-		<-p.printed
-	}
-	if r.said != nil {
-		<-r.said
-	}
+	r.awaitOutput(started, signals)
 	return r.result
+}
+
+// awaitOutput waits until all output of the ended children was printed, or for a signal other than SIGPIPE.
+func (r *run) awaitOutput(children []*process, signals <-chan os.Signal) {
+	printed, said := make(chan struct{}), r.said
+	go func() {
+		defer close(printed)
+		for _, p := range children {
+			<-p.printed
+		}
+		if said != nil {
+			<-said
+		}
+	}()
+	for {
+		select {
+		case <-printed:
+			return
+		case s := <-signals:
+			if s != syscall.SIGPIPE {
+				r.signalled(s)
+				return
+			}
+		}
+	}
 }
 
 // run is the state of Run's loop. Only its goroutine uses it.
