@@ -431,8 +431,8 @@ func (n *node) deathNotice(now time.Duration, msg *van.Meta, what notice) error 
 		if what.verb != verbBack {
 			n.out.emit(Warning{Text: n.table.name() + ": the scheduler has declared this node dead: " + what.text})
 		}
-	case about != 0 && known != 0 && about != known: // about an earlier or a later process than the one in the table
 	case n.records.outdated(now, id, msg):
+	case about != 0 && known != 0 && about != known: // about another process than the one in the table; the record of a later one is now outdated
 	case what.verb == verbBack:
 		n.pending.peerAlive(now, id, declared)
 	case what.verb == verbCut && h != nil && h.isSameLoss(now):
