@@ -260,6 +260,9 @@ func (s *scheduler) heartbeat(now time.Duration, from int, msg *van.Meta) error 
 			continue
 		}
 		s.monitor.heard(now, from)
+		if !s.out.conns[from] { // the cluster was resumed without the node, which knew this scheduler already
+			s.replacements.readmit(now, s.table.record(from))
+		}
 		h := s.alive.peers[from]
 		h.sendsHeartbeats = true
 		if s.table.native(from) {
