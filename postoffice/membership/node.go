@@ -396,7 +396,7 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 		dead := what.ids()
 		for _, id := range n.table.ids() {
 			switch h := n.alive.peers[id]; {
-			case id == n.table.self.ID || h == nil || n.records.outdated(now, id, msg):
+			case id == n.table.self.ID || h == nil || n.records.outdated(now, id, msg, true):
 			case slices.Contains(dead, id):
 				n.pending.peerDead(now, id, declared, &lossError{text: "the scheduler says: it is dead"})
 			case h.deadFor&declared != 0:
@@ -431,7 +431,7 @@ func (n *node) deathNotice(now time.Duration, msg *van.Meta, what notice) error 
 		if what.verb != verbBack {
 			n.out.emit(Warning{Text: n.table.name() + ": the scheduler has declared this node dead: " + what.text})
 		}
-	case n.records.outdated(now, id, msg):
+	case n.records.outdated(now, id, msg, true):
 	case about != 0 && known != 0 && about != known: // about another process than the one in the table; the record of a later one is now outdated
 	case what.verb == verbBack:
 		n.pending.peerAlive(now, id, declared)

@@ -37,7 +37,7 @@ func (r *records) step(now time.Duration, msg *van.Meta) error {
 	for i := range msg.Control.Nodes {
 		switch n := &msg.Control.Nodes[i]; {
 		case n.Role == van.Scheduler || r.life.phase == failed:
-		case r.outdated(now, n.ID, msg):
+		case r.outdated(now, n.ID, msg, !r.table.native(n.ID) || differentProcess(r.table.record(n.ID), n)):
 			complete = false
 		default:
 			r.update(now, n)
@@ -49,16 +49,18 @@ func (r *records) step(now time.Duration, msg *van.Meta) error {
 	return nil
 }
 
-// outdated reports whether the scheduler has sent a newer message than msg about id; if not, it notes msg as the
-// latest. With PS_RESEND a lost message arrives after later ones.
-func (r *records) outdated(now time.Duration, id int, msg *van.Meta) bool {
+// outdated reports whether the scheduler has sent a newer message than msg about id. If not, and if msg tells something new
+// about id, it notes msg as the latest. With PS_RESEND a lost message arrives after later ones.
+func (r *records) outdated(now time.Duration, id int, msg *van.Meta, tells bool) bool {
 	if !r.table.has(id) || msg.Timestamp == van.Empty {
 		return false
 	}
 	if last, ok := r.latest[id]; ok && newer(last.stamp, msg.Timestamp) && now-last.at <= maxLateness {
 		return true
 	}
-	r.latest[id] = latestRecord{msg.Timestamp, now}
+	if tells {
+		r.latest[id] = latestRecord{msg.Timestamp, now}
+	}
 	return false
 }
 
@@ -98,7 +100,7 @@ func (r *records) join(now time.Duration, msg *van.Meta) error {
 	r.noteGeneration(msg)
 	for i := range table {
 		r.table.learn(table[i].ID, &table[i])
-		r.outdated(now, table[i].ID, msg)
+		r.outdated(now, table[i].ID, msg, true)
 	}
 	r.table.self = *r.table.record(own.ID)
 	r.table.sign(&r.table.self)
