@@ -5,7 +5,6 @@ package cluster
 import (
 	"context"
 	"log/slog"
-	"slices"
 	"time"
 )
 
@@ -71,15 +70,7 @@ func (a App) Poll(done func() bool) {
 // OnExit registers f to run after the node has left, in reverse order of registration. The returned function removes
 // f.
 func (a App) OnExit(f func()) (stop func()) {
-	a.control.mu.Lock()
-	defer a.control.mu.Unlock()
-	at := &f
-	a.lifetime.onExit = append(a.lifetime.onExit, at)
-	return func() {
-		a.control.mu.Lock()
-		defer a.control.mu.Unlock()
-		a.lifetime.onExit = slices.DeleteFunc(a.lifetime.onExit, func(x *func()) bool { return x == at })
-	}
+	return addFunc(&a.control.mu, &a.lifetime.onExit, f)
 }
 
 // StartBarrier waits until every instance of the group has called it at the end of its start. A process that replaces

@@ -4,7 +4,6 @@ package cluster
 // workers that it has received.
 
 import (
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -57,7 +56,7 @@ func (e *programEnds) begin(call string) (begins []*func(), first bool) {
 	first = e.call == ""
 	e.call = call
 	e.waiting++
-	return slices.Clone(e.onEnding), first
+	return e.onEnding, first
 }
 
 // waitsIn returns the call in which this node's program waits, "" if none.
@@ -96,7 +95,7 @@ func (e *programEnds) workerEnded(msg *van.Message) {
 	if msg.Head == headEnds {
 		e.anyWorker.Store(true)
 	}
-	watchers := slices.Clone(e.watchers)
+	watchers := e.watchers
 	e.mu.Unlock()
 	for _, f := range watchers {
 		(*f)(msg.Sender)
@@ -205,16 +204,7 @@ func (n *Node) notifyServers(ids []int) {
 // OnEnding makes the node call f when its program begins to wait in StopBarrier or Finalize. f then refuses the
 // requests that will not be answered. f must not block. The returned function removes f.
 func (a App) OnEnding(f func()) (stop func()) {
-	e := &a.ending
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	at := &f
-	e.onEnding = append(e.onEnding, at)
-	return func() {
-		e.mu.Lock()
-		defer e.mu.Unlock()
-		e.onEnding = slices.DeleteFunc(e.onEnding, func(x *func()) bool { return x == at })
-	}
+	return addFunc(&a.ending.mu, &a.ending.onEnding, f)
 }
 
 // EndsAnyway records that the program of this node ends also if its StopBarrier fails. Call it before StopBarrier. The
@@ -242,14 +232,5 @@ func (a App) HasEnded(worker int) bool {
 // OnEnded makes the node call f when HasEnded may have changed for the worker with that id. f must not block. The
 // returned function removes f.
 func (a App) OnEnded(f func(worker int)) (stop func()) {
-	e := &a.ending
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	at := &f
-	e.watchers = append(e.watchers, at)
-	return func() {
-		e.mu.Lock()
-		defer e.mu.Unlock()
-		e.watchers = slices.DeleteFunc(e.watchers, func(x *func(int)) bool { return x == at })
-	}
+	return addFunc(&a.ending.mu, &a.ending.watchers, f)
 }

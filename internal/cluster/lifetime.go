@@ -82,3 +82,17 @@ func (n *lifetime) nextExit(mu sync.Locker) *func() {
 	n.onExit = slices.Delete(n.onExit, last, last+1)
 	return exit
 }
+
+// addFunc appends f to list, which mu guards, and returns a function that removes f. A reader may use the list after it has
+// released mu.
+func addFunc[F any](mu sync.Locker, list *[]*F, f F) (remove func()) {
+	mu.Lock()
+	defer mu.Unlock()
+	at := &f
+	*list = append(slices.Clip(*list), at)
+	return func() {
+		mu.Lock()
+		defer mu.Unlock()
+		*list = slices.DeleteFunc(slices.Clone(*list), func(x *F) bool { return x == at })
+	}
+}

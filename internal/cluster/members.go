@@ -3,7 +3,6 @@ package cluster
 // The changes on a node when a process takes an id, is lost, or is back.
 
 import (
-	"slices"
 	"sync"
 
 	"github.com/stepaf/stepaf-go/postoffice/membership"
@@ -74,22 +73,12 @@ func (m *members) updateLosses(outs []membership.Output) {
 // watchers are functions that are called when a peer is lost or back.
 type watchers struct {
 	mu   sync.Mutex
-	list []*watcher
+	list []*func(id int, up bool, cause error)
 }
-
-type watcher func(id int, up bool, cause error)
 
 // add adds a function; see Node.OnPeer.
 func (ws *watchers) add(f func(id int, up bool, cause error)) (stop func()) {
-	w := (*watcher)(&f)
-	ws.mu.Lock()
-	defer ws.mu.Unlock()
-	ws.list = append(slices.Clone(ws.list), w)
-	return func() {
-		ws.mu.Lock()
-		defer ws.mu.Unlock()
-		ws.list = slices.DeleteFunc(slices.Clone(ws.list), func(x *watcher) bool { return x == w })
-	}
+	return addFunc(&ws.mu, &ws.list, f)
 }
 
 func (ws *watchers) notify(id int, up bool, cause error) {
