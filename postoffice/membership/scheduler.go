@@ -96,7 +96,7 @@ func (s *scheduler) fromNonMember(now time.Duration, from int, msg *van.Meta) bo
 		switch {
 		case s.life.phase == joining:
 			s.recovery.heartbeat(now, &rec, who, msg)
-		case by == s.table.incs[from] && who.Cluster == s.table.own.Cluster:
+		case by == s.table.incs[from]: // a member, with the table of an earlier scheduler
 			s.replacements.readmit(now, &rec)
 		default:
 			why, details := s.replacements.whyFenced(from, who.Cluster)
