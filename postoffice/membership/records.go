@@ -64,12 +64,21 @@ func (r *records) outdated(now time.Duration, id int, msg *van.Meta, tells bool)
 	return false
 }
 
-// noteGeneration notes the generation of the table that msg has, or completes. Heartbeats carry it; the scheduler
-// answers an old one with the whole table.
+// noteGeneration notes the generation of the table that msg has, or completes, and the cluster of a whole table. Heartbeats
+// carry both; the scheduler answers an old generation with the whole table.
 func (r *records) noteGeneration(msg *van.Meta) {
-	whole := slices.ContainsFunc(msg.Control.Nodes, func(n van.Node) bool { return n.Role == van.Scheduler })
-	if g := uint32(msg.Key); r.table.native(van.SchedulerID) && (whole || g == r.table.tableGeneration+1) {
-		r.table.tableGeneration = g
+	i := slices.IndexFunc(msg.Control.Nodes, func(n van.Node) bool { return n.Role == van.Scheduler })
+	g := uint32(msg.Key)
+	if !r.table.native(van.SchedulerID) || i < 0 && g != r.table.tableGeneration+1 {
+		return
+	}
+	r.table.tableGeneration = g
+	if i < 0 {
+		return
+	}
+	if who, ok := msg.Control.Nodes[i].Extension(); ok {
+		r.table.own.Cluster = who.Cluster
+		r.table.sign(&r.table.self)
 	}
 }
 
@@ -166,7 +175,7 @@ func (r *records) uniqueRecords(msg *van.Meta) (table []van.Node, err error) {
 	return table, nil
 }
 
-// learnScheduler takes the scheduler's identity from the table, if it has one. If the scheduler's cluster is another one,
+// learnScheduler takes the scheduler's incarnation from the table, if it has one. If the scheduler's cluster is another one,
 // learnScheduler fails the machine and returns false.
 func (r *records) learnScheduler(nodes []van.Node) bool {
 	i := slices.IndexFunc(nodes, func(n van.Node) bool { return n.Role == van.Scheduler })
@@ -181,7 +190,6 @@ func (r *records) learnScheduler(nodes []van.Node) bool {
 		r.pending.failMachine(r.table.refused("start", "its STEPAF_CLUSTER_ID is another"))
 		return false
 	}
-	r.table.own.Cluster = who.Cluster
 	r.table.scheduler.Endpoint = slices.Clone(nodes[i].Endpoint)
 	r.table.learn(van.SchedulerID, &nodes[i])
 	return true
