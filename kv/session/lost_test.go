@@ -4,6 +4,7 @@ package session_test
 
 import (
 	"context"
+	"fmt"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -101,6 +102,25 @@ func TestOpenWhileServeEnds(t *testing.T) {
 	}
 	vantest.Fails(t, <-first, context.Canceled)
 	works(t, s2, ends{next})
+}
+
+// TestLeaveForALoss: a rank whose Serve ends because its program has lost another peer notifies the controller, which is
+// not lost.
+func TestLeaveForALoss(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	r := must[*session.Rank](t)(session.NewRank(c.Servers[0], session.Options{}))
+	ctx, leave := context.WithCancelCause(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- r.Serve(ctx) }()
+	s := open(t, c)
+	leave(fmt.Errorf("%w: rank 1 of a communicator", van.ErrPeerLost))
+	vantest.Fails(t, <-ended, van.ErrPeerLost, "rank 1 of a communicator")
+	select {
+	case <-s.Failed():
+	case <-limit(t).Done():
+		t.Fatal("the controller was not notified that Serve has ended")
+	}
+	vantest.Fails(t, s.Err(), van.ErrPeerLost, "rank 0", "its Serve has ended")
 }
 
 // TestCloseWhileFailing: while the ranks are being notified that a session fails, it may be closed by several

@@ -110,7 +110,7 @@ func (r *Rank) Serve(ctx context.Context) error {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		if s.session != 0 && id == s.controller {
-			s.cancel(fmt.Errorf("%w: the controller, %s: %w", van.ErrPeerLost, r.node.PeerName(id), cause))
+			s.cancel(knownEnd{fmt.Errorf("%w: the controller, %s: %w", van.ErrPeerLost, r.node.PeerName(id), cause)})
 		}
 	})()
 	app := appIDs + r.o.ID
@@ -126,8 +126,8 @@ func (r *Rank) Serve(ctx context.Context) error {
 	case <-r.node.Ended():
 		s.cancel(r.node.Alive())
 	}
-	err = van.TimedOut(context.Cause(s.ctx))
-	s.leave(a, err)
+	cause := context.Cause(s.ctx)
+	s.leave(a, cause)
 	a.Close()
 	s.mu.Lock()
 	last := s.last
@@ -137,14 +137,19 @@ func (r *Rank) Serve(ctx context.Context) error {
 		// Serve, or the next one.
 		s.answer(*last, answer{})
 	}
-	if errors.Is(err, errStopped) {
+	if cause == errStopped {
 		return nil
 	}
-	return wrong(r.node, "serve", err)
+	return wrong(r.node, "serve", van.TimedOut(cause))
 }
 
+// knownEnd is the cause of the end of a Serve whose controller knows that the session has ended, or is lost.
+type knownEnd struct{ error }
+
+func (k knownEnd) Unwrap() error { return k.error }
+
 // errStopped: the controller has shut the session down.
-var errStopped = errors.New("shut down")
+var errStopped error = knownEnd{errors.New("shut down")}
 
 // maxWork is the maximum number of queued calls of a rank.
 const maxWork = 2 * maxCalls
@@ -181,15 +186,16 @@ type pendingCall struct {
 // noValue is the value of a handle whose call has failed; it contains the error text.
 type noValue string
 
-// leave notifies the controller that Serve has ended, unless the session ends with it.
+// leave notifies the controller that Serve has ended, unless the cause why is a knownEnd. A cause that the program has
+// given may wrap any error, also one of another Serve.
 func (s *serving) leave(a *kv.SimpleApp, why error) {
 	s.mu.Lock()
 	session, to := s.session, s.controller
 	s.mu.Unlock()
-	if session == 0 || errors.Is(why, errStopped) || errors.Is(why, errAborted) || errors.Is(why, van.ErrPeerLost) {
+	if _, known := why.(knownEnd); session == 0 || known {
 		return
 	}
-	q := request{session: session, text: why.Error()}
+	q := request{session: session, text: van.TimedOut(why).Error()}
 	body, err := q.append(nil, wantLeave)
 	if err != nil {
 		return
@@ -244,7 +250,7 @@ func (s *serving) open(w pendingCall) error {
 		// notices do not wait for a rank that is not connected yet.
 		s.dropSession("another one is opened")
 	case again:
-		s.cancel(fmt.Errorf("%w: it opens another one", errAborted))
+		s.cancel(knownEnd{fmt.Errorf("%w: it opens another one", errAborted)})
 		return errLater // the next Serve answers
 	case s.idle() && time.Since(s.joined) < s.r.confirmTime:
 		return errLater
@@ -279,7 +285,7 @@ func (s *serving) accept(w pendingCall) error {
 		return s.another()
 	case w.m.Head == wantAbort:
 		s.last = &w
-		s.cancel(fmt.Errorf("%w: %s", errAborted, w.q.text))
+		s.cancel(knownEnd{fmt.Errorf("%w: %s", errAborted, w.q.text)})
 		return nil
 	case w.q.seq < s.next:
 		return fmt.Errorf("%w: call %d again, want %d", van.ErrMalformed, w.q.seq, s.next)
