@@ -27,7 +27,7 @@ type op struct {
 	epoch uint64
 	seq   uint32
 	start uint64
-	left  atomic.Int32 // 1 until the request has ended, plus 1 for each part that another rank has not received
+	left  atomic.Int32 // 1 until begin has ended, plus 1 until the request has, plus 1 for each part that another rank has not received
 
 	receives  receivePlan
 	sends     sendPlan
@@ -118,7 +118,7 @@ func (l *callWindow) reserve(p *plan) (*op, error) {
 	}
 	o := l.take(p.call)
 	o.start = clock.Now()
-	w, left := &o.receives, int32(1)
+	w, parts := &o.receives, int32(0)
 	if o.device.is = p.device; p.device {
 		o.result = p.result
 		o.result.retain() // until endUse
@@ -138,11 +138,11 @@ func (l *callWindow) reserve(p *plan) (*op, error) {
 		}
 		if part, wanted := p.give.part(r, len(b.ids)); wanted {
 			o.sends.parts[r], o.sends.to[r].state = part, awaited
-			left++
+			parts++
 		}
 	}
-	o.left.Store(left)
-	o.device.unserved.Store(left - 1)
+	o.left.Store(2 + parts)
+	o.device.unserved.Store(parts)
 	o.epoch, o.seq = b.epoch, l.next
 	l.next++
 	l.window[o.seq%maxInFlight] = o
@@ -162,6 +162,7 @@ func (o *op) begin() {
 	b.mu.Unlock()
 	defer o.l.unref(o)
 	defer o.rest()
+	defer o.settle()
 	o.retain()
 	name := kinds[o.call.kind]
 	if err := b.customer.Open(&o.Request, name, o, 1, o.receives.from); err != nil {

@@ -5,6 +5,7 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -26,5 +27,31 @@ func TestFoldInPieces(t *testing.T) {
 		if !bytes.Equal(got, want) {
 			t.Errorf("%d bytes: the reduction in pieces differs from the whole", n)
 		}
+	}
+}
+
+// TestReductionAfterBegin: the reduction of a call does not start before begin has ended, also if no other rank sends a part.
+// Otherwise the reduction could end the use of the call before begin has recorded its request, which nobody would wait for.
+func TestReductionAfterBegin(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 1)
+	c, seen := all[0], false
+	c.b.customer.OnUnreported(func(n int) { // called by begin when the request has ended
+		if n == 0 || seen {
+			return
+		}
+		seen = true
+		c.b.mu.Lock()
+		defer c.b.mu.Unlock()
+		if o := c.calls.window[0]; o == nil || o.left.Load() == 0 {
+			t.Error("the reduction may start while begin runs")
+		}
+	})
+	x := filled(reduceWhole, 1)
+	op, err := c.AllReduce(x, x, Sum)
+	if err == nil {
+		err = op.Wait(t.Context())
+	}
+	if err != nil || !seen {
+		t.Errorf("%v; a request has ended: %t", err, seen)
 	}
 }
