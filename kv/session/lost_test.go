@@ -167,6 +167,19 @@ func TestCloseWhileFailing(t *testing.T) {
 	<-closed
 }
 
+// TestAnswerNotSent: if a rank can send neither the answer to a call nor the notice that its Serve has ended, the call fails.
+func TestAnswerNotSent(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
+	ended := serve(t, c, standard(t))
+	s := open(t, c)
+	hook.OnSend(func(*van.Message) hooks.Verdict { return hooks.Refuse(van.ErrQueueFull) })
+	h := must[*session.Handle](t)(s.Call(limit(t), "rank"))
+	vantest.Fails(t, h.Wait(limit(t)), van.ErrRequestRefused, `call 1, "rank"`, "rank 0 (server 0")
+	vantest.Fails(t, ended.all(t)[0], van.ErrQueueFull)
+	hook.OnSend(nil)
+}
+
 // TestForgetNotAnswered: if a rank cannot answer a worker that cancels its Open, another worker's session is not
 // affected.
 func TestForgetNotAnswered(t *testing.T) {

@@ -331,7 +331,7 @@ func (s *serving) answer(w pendingCall, a answer) {
 	}
 	// A controller repeats a wantOpen, and does not wait for the answer to a wantForget. Other requests would wait
 	// without end.
-	awaited := a.outcome != refused && w.m.Head != wantOpen && w.m.Head != wantForget
+	awaited := w.m.Head != wantOpen && w.m.Head != wantForget
 	if err != nil && awaited && a.outcome == done { // for example, the answer is too long
 		a.outcome, a.text = failed, err.Error()
 		if b, err = a.append(nil, w.m.Head); err == nil {
@@ -339,8 +339,11 @@ func (s *serving) answer(w pendingCall, a answer) {
 		}
 	}
 	if err != nil {
+		if awaited {
+			_ = w.m.Refuse(err) // the notice of leave may not be sent, either
+		}
 		s.mu.Lock()
-		if awaited && w.q.session == s.session {
+		if awaited && a.outcome != refused && w.q.session == s.session {
 			s.cancel(fmt.Errorf("a call could not be answered: %w", err))
 		}
 		s.mu.Unlock()
