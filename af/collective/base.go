@@ -178,19 +178,24 @@ func (b *base) sendRequest(id int, ts int32, body []byte) error {
 	return b.node.Send(m)
 }
 
-// answer answers a request with a body only. A rank that cannot be reached is reported as lost by its peers'
-// connections.
-func (b *base) answer(q *request, body []byte) {
+// answer answers a request with a body only, and reports whether the answer was sent. A rank that cannot be reached is
+// reported as lost by its peers' connections.
+func (b *base) answer(q *request, body []byte) bool {
 	m := &van.Message{}
 	q.reply.Fill(m)
 	m.Body = body
-	if err := b.node.Send(m); err != nil {
+	err := b.node.Send(m)
+	if err != nil {
 		b.node.Rarely("collective answer: "+logx.Kind(err)).Info("could not answer a rank",
 			"communicator", b.id, "rank", q.rank, "err", err)
 	}
+	return err == nil
 }
 
-// refuse answers a request with a reason instead of a part.
+// refuse answers a request with a reason instead of a part. If the answer cannot be sent, a control message ends the
+// request.
 func (b *base) refuse(q *request, why error) {
-	b.answer(q, appendReason(nil, verbRefused, 0, why))
+	if r := &q.reply; !b.answer(q, appendReason(nil, verbRefused, 0, why)) {
+		b.node.Refuse(r.Sender, r.ProcessEpoch, r.AppID, r.CustomerID, r.Timestamp, cluster.Declined(why))
+	}
 }

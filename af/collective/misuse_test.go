@@ -376,28 +376,30 @@ func TestHelloRefused(t *testing.T) {
 	vantest.Fails(t, err, van.ErrMalformed, "the test's transport")
 }
 
-// TestAnswerRefused: a part that cannot be sent fails the call on all ranks, and is not held.
+// TestAnswerRefused: a part that cannot be sent fails the call on all ranks, and is not held, also if nothing else can be
+// sent.
 func TestAnswerRefused(t *testing.T) {
-	hook := &hooks.Van{}
-	all, _ := comms(t, testcluster.Options{Wrap: hook.Wrap("worker", 0)}, 2)
-	hook.OnSend(func(m *van.Message) hooks.Verdict {
-		if m.Request || m.Frames == 0 {
-			return hooks.Pass
-		}
-		return hooks.Refuse(fmt.Errorf("the test's transport: %w", van.ErrQueueFull))
-	})
-	onAll(t, 2, func(r int) error {
-		op, err := all[r].AllGather(zeros(16000), zeros(8000))
-		if err == nil {
-			err = op.Wait(t.Context())
-		}
-		if err == nil || !strings.Contains(err.Error(), "the test's transport") {
-			t.Errorf("rank %d: error %v, want why rank 0 could not send", r, err)
-		}
-		return nil
-	})
-	hook.OnSend(nil)
-	onAll(t, 2, func(r int) error { return all[r].Rebuild(t.Context()) })
+	gather := func(c *Comm) (Op, error) { return c.AllGather(zeros(16000), zeros(8000)) }
+	cast := func(c *Comm) (Op, error) { return c.Broadcast(zeros(8000), 0) }
+	for i, call := range []func(*Comm) (Op, error){gather, gather, cast} {
+		everything := i > 0
+		hook := &hooks.Van{}
+		all, _ := comms(t, testcluster.Options{Wrap: hook.Wrap("worker", 0)}, 2)
+		hook.OnSend(func(m *van.Message) hooks.Verdict {
+			if !everything && (m.Request || m.Frames == 0) {
+				return hooks.Pass
+			}
+			return hooks.Refuse(fmt.Errorf("the test's transport: %w", van.ErrQueueFull))
+		})
+		onAll(t, 2, func(r int) error {
+			if err := wait(call(all[r])); err == nil || !strings.Contains(err.Error(), "the test's transport") {
+				t.Errorf("case %d, rank %d: error %v, want why rank 0 could not send", i, r, err)
+			}
+			return nil
+		})
+		hook.OnSend(nil)
+		onAll(t, 2, func(r int) error { return all[r].Rebuild(t.Context()) })
+	}
 }
 
 // slowToTell is a van that sends the reason of a communicator's failure late: when a hello has arrived, or a little later.

@@ -333,6 +333,7 @@ func (o *op) serve(a *ask) {
 	if err != nil {
 		// Fail first: once this part is released, the call may end without an error.
 		b.fail(&van.Error{Op: kinds[o.call.kind], Node: b.node.Name(), Peer: b.name(a.rank), Detail: o.String(), Err: err})
+		b.refuse(&a.request, err)
 		t.Sent()
 	}
 }
