@@ -11,6 +11,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
@@ -126,9 +127,13 @@ func (s *Server) largest() (limit int, name string) {
 	return s.node.Config().RecvBudget, "STEPAF_RECV_BUDGET"
 }
 
-// acknowledgeEarly acknowledges pushes before the handler has answered their batch. It logs errors.
+// acknowledgeEarly acknowledges pushes before the handler has answered their batch. It logs an error, and notifies the worker,
+// which would wait for its limit.
 func (s *Server) acknowledgeEarly(r datamsg.Reply) {
 	if err := s.acknowledge(r); err != nil {
+		if !errors.Is(err, van.ErrClosed) {
+			s.node.Refuse(r.Sender, r.ProcessEpoch, r.AppID, r.CustomerID, r.Timestamp, cluster.Declined(err))
+		}
 		s.node.Rarely("af: push not acknowledged: "+logx.Kind(err)).Warn("push not acknowledged", "err", err)
 	}
 }

@@ -167,6 +167,24 @@ func TestQueuedAnswerRefused(t *testing.T) {
 	}
 }
 
+// TestAcknowledgmentRefused: if the transport refuses the acknowledgment of a batch of several pushes, the worker's call fails at
+// once.
+func TestAcknowledgmentRefused(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
+	hook.OnSend(func(*van.Message) hooks.Verdict { return hooks.Refuse(van.ErrQueueFull) })
+	serve(t, c.Servers[0], func(b af.Batch) { _ = b.Respond(nil) })
+	w := newWorker(t, c.Workers[0])
+	call, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, make([]byte, 8))}, {Key: 2, Val: bytesOf(t, make([]byte, 8))}}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = call.Wait(t.Context())
+	vantest.Fails(t, err, van.ErrQueueFull, "server 0 (id 8)")
+	vantest.Fails(t, err, van.ErrRequestRefused)
+	hook.OnSend(nil)
+}
+
 // TestPausedOriginal: a C++ StepMesh worker that is lost in the middle of a batch may only be paused, so the server keeps the
 // beginning of the batch until the worker is replaced.
 func TestPausedOriginal(t *testing.T) {
