@@ -293,8 +293,8 @@ func (m *bootstrap) reject(q *request, err error) {
 const tellLimit = 2 * time.Second
 
 // tell notifies the other ranks that the communicator has failed here, in this node's round. Ranks that have reported
-// a failure themselves, or have never sent a hello, are skipped. An errMisfit refers to the round of the hello that
-// does not fit. A rank that cannot be notified will notice that this node is lost.
+// a failure themselves, or have never sent a hello, are skipped. For a rank whose hello does not fit, an errMisfit refers
+// to the round of that hello. A rank that cannot be notified will notice that this node is lost.
 func (m *bootstrap) tell(round uint64, why error) { awaitAborts(m.say(round, why)) }
 
 // awaitAborts waits until the aborts are acknowledged. A rank that has not acknowledged in time is refused at its
@@ -313,8 +313,9 @@ func (m *bootstrap) say(round uint64, why error) (calls []cluster.Call) {
 		}
 		m.b.mu.Lock()
 		about, concerned := round, m.ranks[r].answered != 0 // a rank without a hello is not notified
-		if errors.Is(why, errMisfit) {
-			about, concerned = m.ranks[r].misfit, m.ranks[r].misfit != 0
+		misfit := m.ranks[r].misfit != 0 && errors.Is(why, errMisfit)
+		if misfit {
+			about, concerned = m.ranks[r].misfit, true
 		}
 		m.b.mu.Unlock()
 		if !concerned {
@@ -327,7 +328,7 @@ func (m *bootstrap) say(round uint64, why error) (calls []cluster.Call) {
 		m.b.mu.Lock()
 		p := &m.ranks[r]
 		p.told = q
-		knows := p.abortReason() != nil && !errors.Is(why, errMisfit)
+		knows := p.abortReason() != nil && !misfit
 		m.b.mu.Unlock()
 		calls = append(calls, q.Call(tellLimit))
 		err := why
@@ -373,10 +374,10 @@ func (m *bootstrap) sendSoon(id int, ts int32, body []byte) error {
 func (m *bootstrap) receiveAbort(rank int, a abort) error {
 	err := m.b.about(rank, a.why)
 	m.b.mu.Lock()
-	if errors.Is(a.why, errMisfit) {
-		endRound, ours := m.endRound, a.round == m.round
+	if errors.Is(a.why, errMisfit) && a.round == m.round {
+		endRound := m.endRound
 		m.b.mu.Unlock()
-		if ours && endRound != nil {
+		if endRound != nil {
 			endRound(err)
 		}
 		return nil

@@ -273,3 +273,23 @@ func TestReasonOfARoundThatFails(t *testing.T) {
 	onAll(t, 3, func(r int) error { return all[r].Rebuild(context.Background()) })
 	onAll(t, 3, func(r int) error { return calls(all[r], memory{}, 100, 1) })
 }
+
+// TestReasonOfAnotherCommunicator: a call that its program cancels because another communicator could not be created fails on all
+// ranks.
+func TestReasonOfAnotherCommunicator(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 2)
+	op, err := all[0].AllGather(zeros(16), zeros(8))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(fmt.Errorf("the other communicator: %w", errMisfit))
+	vantest.Fails(t, op.Wait(ctx), ErrMismatch, "the other communicator")
+	b := &all[1].b
+	vantest.Eventually(t, 10*time.Second, "rank 1 is notified", func() bool {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		return b.err != nil
+	})
+	vantest.Fails(t, wait(all[1].AllGather(zeros(16), zeros(8))), ErrMismatch, "the other communicator")
+}
