@@ -174,7 +174,6 @@ func (c *Comm) joined(ctx context.Context, answers []hello, errs []error) (again
 		epoch = max(epoch, a.epoch)
 	}
 	b.epoch, b.err, b.left, c.calls.next, c.children.entered = epoch, nil, nil, 0, 0
-	stale := c.calls.takeAsked(func(a *ask) bool { return a.epoch != epoch })
 	// Some ranks may have failed meanwhile.
 	var over error
 	for r := range c.bootstrap.ranks {
@@ -190,9 +189,11 @@ func (c *Comm) joined(ctx context.Context, answers []hello, errs []error) (again
 			over = e
 		}
 	}
+	why := cmp.Or(b.left, errRebuild)
+	stale := c.calls.takeAsked(func(a *ask) bool { return a.epoch != epoch || b.left != nil })
 	b.mu.Unlock()
 	for _, a := range stale {
-		b.refuse(&a.request, errRebuild)
+		b.refuse(&a.request, why)
 	}
 	if over != nil {
 		c.fail(over)
@@ -360,7 +361,7 @@ func (c *Comm) fail(err error) {
 }
 
 // leave records that a rank has closed the communicator. Calls in flight that need the rank fail, and so do all later
-// calls.
+// calls, also those that other ranks have made already.
 func (c *Comm) leave(rank int, err error) {
 	b := &c.b
 	b.mu.Lock()
@@ -369,8 +370,12 @@ func (c *Comm) leave(rank int, err error) {
 	for _, o := range c.calls.window {
 		needed = needed || o != nil && o.needs(rank)
 	}
+	later := c.calls.takeAsked(func(a *ask) bool { return a.epoch == b.epoch && int32(a.seq-c.calls.next) >= 0 })
 	children := c.children.all
 	b.mu.Unlock()
+	for _, a := range later {
+		b.refuse(&a.request, err)
+	}
 	for _, t := range children {
 		t.changed(rank, err)
 	}

@@ -293,3 +293,44 @@ func TestReasonOfAnotherCommunicator(t *testing.T) {
 	})
 	vantest.Fails(t, wait(all[1].AllGather(zeros(16), zeros(8))), ErrMismatch, "the other communicator")
 }
+
+// TestClosedBeforeAnotherCalls: if a rank cannot make a call because another one has closed the communicator, the call fails on the
+// ranks that have made it and need this rank, also if they have exchanged their parts with the closed one.
+func TestClosedBeforeAnotherCalls(t *testing.T) {
+	for _, early := range []bool{true, false} { // rank 2 requests its part of rank 0 before rank 1 closes
+		hook := &hooks.Van{}
+		all, _ := comms(t, testcluster.Options{Wrap: hook.Wrap("worker", 2)}, 3)
+		first := all[0].b.ids[0]
+		hook.OnSend(func(m *van.Message) hooks.Verdict {
+			if v, _ := verbOf(m.Body); v == verbAsk && m.Receiver == first && !early {
+				return hooks.Keep
+			}
+			return hooks.Pass
+		})
+		var ops [3]Op
+		onAll(t, 2, func(i int) (err error) {
+			ops[i+1], err = all[i+1].AllGather(zeros(24), zeros(8))
+			return err
+		})
+		b := &all[2].b
+		vantest.Eventually(t, 20*time.Second, "rank 2 does not need rank 1", func() bool {
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			return !ops[2].o.needs(1)
+		})
+		if err := all[1].Close(); err != nil {
+			t.Error(err)
+		}
+		vantest.Eventually(t, 20*time.Second, "rank 0 is notified", func() bool {
+			all[0].b.mu.Lock()
+			defer all[0].b.mu.Unlock()
+			return all[0].b.left != nil
+		})
+		hook.OnSend(nil)
+		if err := hook.SendKept(); err != nil {
+			t.Error(err)
+		}
+		vantest.Fails(t, wait(all[0].AllGather(zeros(24), zeros(8))), van.ErrClosed, "rank 1 (worker 1")
+		vantest.Fails(t, ops[2].Wait(t.Context()), van.ErrClosed, "rank 1 (worker 1")
+	}
+}

@@ -263,8 +263,10 @@ func (l *callWindow) receiveAsk(q *request, msg *van.Message) error {
 		err = b.err
 	case epoch != b.epoch:
 		err = errRebuild
-	case int32(seq-l.next) >= 0:
+	case int32(seq-l.next) >= 0 && b.left == nil:
 		return l.keep(&a)
+	case int32(seq-l.next) >= 0: // this rank makes no more calls
+		err = b.left
 	}
 	var o *op
 	if err == nil {
