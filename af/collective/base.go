@@ -199,3 +199,10 @@ func (b *base) refuse(q *request, why error) {
 		b.node.Refuse(r.Sender, r.ProcessEpoch, r.AppID, r.CustomerID, r.Timestamp, cluster.Declined(why))
 	}
 }
+
+// refuseAll refuses requests.
+func (b *base) refuseAll(l []ask, why error) {
+	for i := range l {
+		b.refuse(&l[i].request, why)
+	}
+}

@@ -164,9 +164,7 @@ func (c *Comm) joined(ctx context.Context, answers []hello, errs []error) (again
 		}
 		kept := c.calls.takeAsked(func(*ask) bool { return true })
 		b.mu.Unlock()
-		for _, a := range kept {
-			b.refuse(&a.request, err)
-		}
+		b.refuseAll(kept, err)
 		return nil, err
 	}
 	var epoch uint64
@@ -192,9 +190,7 @@ func (c *Comm) joined(ctx context.Context, answers []hello, errs []error) (again
 	why := cmp.Or(b.left, errRebuild)
 	stale := c.calls.takeAsked(func(a *ask) bool { return a.epoch != epoch || b.left != nil })
 	b.mu.Unlock()
-	for _, a := range stale {
-		b.refuse(&a.request, why)
-	}
+	b.refuseAll(stale, why)
 	if over != nil {
 		c.fail(over)
 	}
@@ -351,9 +347,7 @@ func (c *Comm) fail(err error) {
 	}
 	go func() { // the caller may be a goroutine that must not send
 		defer c.bootstrap.telling.Done()
-		for _, a := range refused {
-			b.refuse(&a.request, err)
-		}
+		b.refuseAll(refused, err)
 		calls := c.bootstrap.say(round, err)
 		close(told)
 		awaitAborts(calls)
@@ -373,9 +367,7 @@ func (c *Comm) leave(rank int, err error) {
 	later := c.calls.takeAsked(func(a *ask) bool { return a.epoch == b.epoch && int32(a.seq-c.calls.next) >= 0 })
 	children := c.children.all
 	b.mu.Unlock()
-	for _, a := range later {
-		b.refuse(&a.request, err)
-	}
+	b.refuseAll(later, err)
 	for _, t := range children {
 		t.changed(rank, err)
 	}
