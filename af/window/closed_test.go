@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"runtime"
 	"strings"
 	"sync"
@@ -378,4 +379,17 @@ func TestOrderlyClose(t *testing.T) {
 	if refused > 0 {
 		t.Errorf("%d messages were refused", refused)
 	}
+}
+
+// TestFailureForAnotherWindow: a window of a communicator that has failed because another window was closed is removed from its node by
+// Close.
+func TestFailureForAnotherWindow(t *testing.T) {
+	r := newRig(t, testcluster.Options{}, 2, Options{Signals: 1})
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(fmt.Errorf("the other window: %w", errClosed))
+	vantest.Fails(t, r.comms[0].Barrier(ctx), van.ErrClosed, "the other window")
+	if err := r.windows[0].Close(); err != nil {
+		t.Error(err)
+	}
+	r.free(r.windows[0])
 }

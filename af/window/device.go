@@ -194,7 +194,7 @@ func (v *onDevice) endWaits() error {
 
 // close releases this rank's part of an ended window. Released streams get the limit again to reach their puts.
 func (v *onDevice) close(ctx context.Context) (err error) {
-	if !errors.Is(*v.b.over.Load(), errClosed) || v.awaited() >= 0 {
+	if *v.b.over.Load() != errClosed || v.awaited() >= 0 {
 		v.end()
 		var cancel context.CancelFunc
 		ctx, cancel = v.b.layer.Limited()

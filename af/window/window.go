@@ -241,7 +241,7 @@ func (w *Window) Close() error {
 	}
 	failed = cmp.Or(failed, w.peers.takeBack(ctx, b))
 	b.mem.Release()
-	if w.alone() || !errors.Is(*b.over.Load(), errClosed) { // or the communicator has failed
+	if w.alone() || *b.over.Load() != errClosed { // or the communicator has failed
 		w.end()
 	}
 	return failed
