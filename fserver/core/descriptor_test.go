@@ -161,12 +161,15 @@ func TestDescriptorsOfLosses(t *testing.T) {
 		t.Fatal(err)
 	}
 	notReadable(t, atWorker, "no server has answered")
+	atServer := shows(t, servers[0], true)
+	becomesReadable(t, atServer, "the batch has arrived")
 	c.Servers[1].Close()
 	becomesReadable(t, atWorker, "server 1 is lost")
 	for range 2 {
 		vantest.Fails(t, Poll(worker, int64(h)), van.ErrPeerLost, "server 1")
 		notReadable(t, atWorker, "the loss was reported")
 	}
+	vantest.Eventually(t, 20*time.Second, "the batch is canceled", func() bool { return !readable(t, atServer) })
 	for _, any := range []bool{false, true} {
 		get := func() (err error) {
 			if any {
