@@ -25,9 +25,9 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	p.mu.Lock()
 	was := p.of(id)
 	old := p.leavingLocked(was)
-	p.unmakeLocked(was)
 	n.admitted = was == nil || was.admitted && was.token.name == t.name
 	p.changeLocked(func(all map[int]*outPeer) { all[id] = n })
+	p.unmakeLocked(was)
 	if was != nil && was.token.name != t.name {
 		p.fenceLocked(id, was)
 	}
@@ -74,8 +74,8 @@ func (v *Van) Disconnect(id int) {
 	p.mu.Lock()
 	n := p.of(id)
 	l := p.leavingLocked(n)
-	p.unmakeLocked(n)
 	p.changeLocked(func(all map[int]*outPeer) { delete(all, id) })
+	p.unmakeLocked(n)
 	if l != nil && !p.closed {
 		before, left := p.draining[id], make(chan struct{})
 		p.draining[id] = left
@@ -113,12 +113,12 @@ func (v *Van) Rename(old, id int) error {
 		return nil
 	}
 	former := p.leavingLocked(other)
-	p.unmakeLocked(other)
 	n.id.Store(int32(id))
 	if l := n.link.Load(); l != nil {
 		l.id.Store(int32(id))
 	}
 	p.changeLocked(func(all map[int]*outPeer) { delete(all, old); all[id] = n })
+	p.unmakeLocked(other)
 	p.mu.Unlock()
 	if former != nil {
 		p.end(former)

@@ -151,8 +151,8 @@ func (p *peers) makeLocked(n *outPeer) {
 	}
 }
 
-// unmakeLocked settles that n gets no link if makeLocked was not called for it: n is about to leave p.all. n may be nil. The
-// caller holds p.mu.
+// unmakeLocked settles that n, which has left p.all, gets no link if makeLocked was not called for it. A Send that waits then looks for the
+// peer again. n may be nil. The caller holds p.mu.
 func (p *peers) unmakeLocked(n *outPeer) {
 	if n != nil && n.make != nil {
 		n.make = nil
