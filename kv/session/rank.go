@@ -143,7 +143,8 @@ func (r *Rank) Serve(ctx context.Context) error {
 	return wrong(r.node, "serve", van.TimedOut(cause))
 }
 
-// knownEnd is the cause of the end of a Serve whose controller knows that the session has ended, or is lost.
+// knownEnd is an error that ends a Serve without a notice to the controller: the controller already knows that the session
+// has ended, or the controller itself is lost.
 type knownEnd struct{ error }
 
 func (k knownEnd) Unwrap() error { return k.error }

@@ -33,7 +33,7 @@ func (r *records) step(now time.Duration, msg *van.Meta) error {
 	if r.life.phase == joining {
 		return r.join(now, msg)
 	}
-	complete := true // no record is older than another message about its node
+	complete := true // false if msg has an outdated record, which is skipped
 	for i := range msg.Control.Nodes {
 		switch n := &msg.Control.Nodes[i]; {
 		case n.Role == van.Scheduler || r.life.phase == failed:

@@ -1,6 +1,6 @@
 package local
 
-// Links from peers: their beginning, and their end.
+// This file registers and removes links from peers, and reports a peer whose link broke.
 
 import (
 	"fmt"
