@@ -106,7 +106,8 @@ func (p *peers) isOf(l *inLink) bool {
 // linkTime and drainTime at most: a message must not overtake earlier messages.
 func (p *peers) settledLink(id int) *outLink {
 	for n := p.of(id); n != nil; n = p.of(id) {
-		if l := n.link.Load(); l != nil || n.isSettled() {
+		settled := n.isSettled() // before the link is read: it may be made meanwhile
+		if l := n.link.Load(); l != nil || settled {
 			return l
 		}
 		p.use()

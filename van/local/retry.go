@@ -42,6 +42,8 @@ func (d *dialer) laterLocked(n *outPeer) {
 func (d *dialer) retryLink(n *outPeer) {
 	p := d.peers
 	known := func() (id int, ok bool) {
+		p.mu.Lock() // against Rename
+		defer p.mu.Unlock()
 		id = int(n.id.Load())
 		return id, p.of(id) == n
 	}
