@@ -127,8 +127,8 @@ func (s *Server) largest() (limit int, name string) {
 	return s.node.Config().RecvBudget, "STEPAF_RECV_BUDGET"
 }
 
-// acknowledgeEarly acknowledges pushes before the handler has answered their batch. It logs an error, and notifies the worker,
-// which would wait for its limit.
+// acknowledgeEarly acknowledges pushes before the handler has answered their batch. If that fails, it logs the error and fails the worker's
+// call, which would wait for its limit. After van.ErrClosed it only logs.
 func (s *Server) acknowledgeEarly(r datamsg.Reply) {
 	if err := s.acknowledge(r); err != nil {
 		if !errors.Is(err, van.ErrClosed) {

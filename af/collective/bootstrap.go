@@ -49,7 +49,7 @@ type rank struct {
 	down       error     // why the rank is lost, or nil
 	aborted    abort     // its latest abort
 	told       *question // the latest abort that was sent to it
-	misfit     uint64    // the round of its hello with a different list of ranks
+	misfit     uint64    // the round of its latest hello, if that had a different list of ranks; else 0
 }
 
 // abort is a rank's notice that it has aborted the communicator in one of its rounds.
@@ -123,7 +123,7 @@ func (m *bootstrap) beginRound(op string, endRound func(error)) (own hello, wait
 
 // noteHello records the hello of a rank. base.mu is held.
 func (m *bootstrap) noteHello(p *rank, h hello, epoch uint32) {
-	p.answered, p.proposed, p.epoch = h.round, h.epoch, epoch
+	p.answered, p.proposed, p.epoch, p.misfit = h.round, h.epoch, epoch, 0
 	if p.helloRound == m.round {
 		return
 	}

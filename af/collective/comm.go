@@ -355,7 +355,7 @@ func (c *Comm) fail(err error) {
 }
 
 // leave records that a rank has closed the communicator. Calls in flight that need the rank fail, and so do all later
-// calls, also those that other ranks have made already.
+// calls. Queued requests of other ranks for later calls are refused.
 func (c *Comm) leave(rank int, err error) {
 	b := &c.b
 	b.mu.Lock()

@@ -275,23 +275,31 @@ func TestReasonOfARoundThatFails(t *testing.T) {
 }
 
 // TestReasonOfAnotherCommunicator: a call that its program cancels because another communicator could not be created fails on all
-// ranks.
+// ranks, also if a rank had sent a hello that did not fit before the round that succeeded.
 func TestReasonOfAnotherCommunicator(t *testing.T) {
-	all, _ := comms(t, testcluster.Options{}, 2)
-	op, err := all[0].AllGather(zeros(16), zeros(8))
-	if err != nil {
-		t.Fatal(err)
+	for _, misfit := range []bool{false, true} {
+		all, _ := comms(t, testcluster.Options{}, 2)
+		if misfit {
+			all[0].b.mu.Lock()
+			all[0].bootstrap.ranks[1].misfit = 7
+			all[0].b.mu.Unlock()
+			onAll(t, 2, func(i int) error { return all[i].Rebuild(t.Context()) })
+		}
+		op, err := all[0].AllGather(zeros(16), zeros(8))
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancelCause(t.Context())
+		cancel(fmt.Errorf("the other communicator: %w", errMisfit))
+		vantest.Fails(t, op.Wait(ctx), ErrMismatch, "the other communicator")
+		b := &all[1].b
+		vantest.Eventually(t, 10*time.Second, "rank 1 is notified", func() bool {
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			return b.err != nil
+		})
+		vantest.Fails(t, wait(all[1].AllGather(zeros(16), zeros(8))), ErrMismatch, "the other communicator")
 	}
-	ctx, cancel := context.WithCancelCause(t.Context())
-	cancel(fmt.Errorf("the other communicator: %w", errMisfit))
-	vantest.Fails(t, op.Wait(ctx), ErrMismatch, "the other communicator")
-	b := &all[1].b
-	vantest.Eventually(t, 10*time.Second, "rank 1 is notified", func() bool {
-		b.mu.Lock()
-		defer b.mu.Unlock()
-		return b.err != nil
-	})
-	vantest.Fails(t, wait(all[1].AllGather(zeros(16), zeros(8))), ErrMismatch, "the other communicator")
 }
 
 // TestClosedBeforeAnotherCalls: if a rank cannot make a call because another one has closed the communicator, the call fails on the

@@ -27,7 +27,7 @@ type op struct {
 	epoch uint64
 	seq   uint32
 	start uint64
-	left  atomic.Int32 // 1 until begin has ended, plus 1 until the request has, plus 1 for each part that another rank has not received
+	left  atomic.Int32 // the call ends at 0: 1 until begin has ended, 1 until the request has ended, and 1 for each part that another rank has not received
 
 	receives  receivePlan
 	sends     sendPlan
@@ -265,7 +265,7 @@ func (l *callWindow) receiveAsk(q *request, msg *van.Message) error {
 		err = errRebuild
 	case int32(seq-l.next) >= 0 && b.left == nil:
 		return l.keep(&a)
-	case int32(seq-l.next) >= 0: // this rank makes no more calls
+	case int32(seq-l.next) >= 0: // a rank has closed the communicator, so this rank makes no more calls
 		err = b.left
 	}
 	var o *op

@@ -94,13 +94,14 @@ class StepMeshATTN:
         if not c.free:
             raise RuntimeError("%s: layer %d: %d micro-batches are under way, want recv() first, or a larger inflight" % (c.side, self.layer_id, c.side.stages))
         stage = min(c.free)  # if one micro-batch is sent at a time, all its layers have the same stage
-        c.free.remove(stage)
-        self.waits.append(stage)
         try:
+            c.free.remove(stage)
+            self.waits.append(stage)
             c.side.send(stage, [p["hidden_states"], p["topk_weights"], p["topk_ids"], p["router_logits"]], layer=self.layer_id)
         except BaseException:
             if not c.side.under_way(stage):  # else KeyboardInterrupt was raised after the round has begun
-                self.waits.pop()
+                if stage in self.waits:
+                    self.waits.remove(stage)
                 c.free.add(stage)
             raise
 
@@ -109,10 +110,11 @@ class StepMeshATTN:
         c = _context("attention")
         if not self.waits:
             raise RuntimeError("%s: layer %d: nothing is under way, want send() first" % (c.side, self.layer_id))
-        stage = self.waits.popleft()
+        stage = self.waits[0]
         try:
             return c.side.recv(stage).clone()
         finally:
+            self.waits.popleft()
             c.free.add(stage)
 
 
@@ -143,10 +145,10 @@ class StepMeshFFN:
         batch, counts = self.comms[0]
         begin = sum(counts[:self.group.rank_in_group])
         own = slice(begin, begin + counts[self.group.rank_in_group])
+        if len(counts) > 1:
+            x = self.group.all_reduce(x)  # before the check: the other ranks wait for this one
         batch._check(x[own])
         self.comms.popleft()
-        if len(counts) > 1:
-            x = self.group.all_reduce(x)
         batch.respond(x[own])
 
     def _counts(self, batch):

@@ -37,7 +37,8 @@ static PyObject *wait_job(void) {
   }
 }
 
-// Returns a module, borrowed, or NULL if the program has not imported it. If an exception is set then, it could not be looked up.
+// Returns a borrowed reference to a module. Returns NULL without an exception if the program has not imported it, and NULL with one if the
+// lookup failed.
 static PyObject *imported(const char *name) { return sf_item(PyImport_GetModuleDict(), name); }
 
 // Registers _exit_child in a child process of multiprocessing. Such a child ends with os._exit and does not call the functions of

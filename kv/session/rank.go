@@ -341,7 +341,7 @@ func (s *serving) answer(w pendingCall, a answer) {
 	}
 	if err != nil {
 		if awaited {
-			_ = w.m.Refuse(err) // the notice of leave may not be sent, either
+			_ = w.m.Refuse(err) // ends the call: the queue may be too full for the notice of leave, too
 		}
 		s.mu.Lock()
 		if awaited && a.outcome != refused && w.q.session == s.session {

@@ -432,7 +432,7 @@ func (n *node) deathNotice(now time.Duration, msg *van.Meta, what notice) error 
 			n.out.emit(Warning{Text: n.table.name() + ": the scheduler has declared this node dead: " + what.text})
 		}
 	case n.records.outdated(now, id, msg, true):
-	case about != 0 && known != 0 && about != known: // about another process than the one in the table; the record of a later one is now outdated
+	case about != 0 && known != 0 && about != known: // about another process than the one in the table; outdated refuses an older record of it from now on
 	case what.verb == verbBack:
 		n.pending.peerAlive(now, id, declared)
 	case what.verb == verbCut && h != nil && h.isSameLoss(now):

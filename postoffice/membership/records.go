@@ -49,16 +49,16 @@ func (r *records) step(now time.Duration, msg *van.Meta) error {
 	return nil
 }
 
-// outdated reports whether the scheduler has sent a newer message than msg about id. If not, and if msg tells something new
-// about id, it notes msg as the latest. With PS_RESEND a lost message arrives after later ones.
-func (r *records) outdated(now time.Duration, id int, msg *van.Meta, tells bool) bool {
+// outdated reports whether the scheduler has sent a newer message than msg about id. If not, and if isNews is set, it notes msg as the latest
+// message about id. isNews is false if msg only repeats the record that the table has. With PS_RESEND a lost message can arrive after later ones.
+func (r *records) outdated(now time.Duration, id int, msg *van.Meta, isNews bool) bool {
 	if !r.table.has(id) || msg.Timestamp == van.Empty {
 		return false
 	}
 	if last, ok := r.latest[id]; ok && newer(last.stamp, msg.Timestamp) && now-last.at <= maxLateness {
 		return true
 	}
-	if tells {
+	if isNews {
 		r.latest[id] = latestRecord{msg.Timestamp, now}
 	}
 	return false

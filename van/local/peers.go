@@ -27,9 +27,9 @@ type outPeer struct {
 	settled      chan struct{} // closed when it is known whether there is a link
 	make         func()        // makes the link and closes settled; nil once it runs; peers.mu guards it
 
-	link   atomic.Pointer[outLink]
-	over   atomic.Bool  // data may move from the van inside to a later link
-	inside sync.RWMutex // with over: held for reading by a Send over the van inside, and for writing while the data moves
+	link   atomic.Pointer[outLink] // nil: there is none
+	over   atomic.Bool             // the first link could not be made or has broken: data goes over the van inside until a later try makes one
+	inside sync.RWMutex            // if over is set: held for reading by a Send over the van inside, and for writing while the data moves to a link
 }
 
 // peers are the nodes that this node knows, and the links to and from them.
@@ -39,9 +39,9 @@ type peers struct {
 	dests *landing.Table
 
 	all    atomic.Pointer[map[int]*outPeer] // by node id
-	outs   atomic.Pointer[[]*outLink]       // their links
-	ending atomic.Pointer[[]*outLink]       // links of peers that have left, which end has not closed yet
-	ins    atomic.Pointer[[]*inLink]
+	outs   atomic.Pointer[[]*outLink]       // the links to these peers
+	ending atomic.Pointer[[]*outLink]       // links to peers that have left all, until the function end has closed them
+	ins    atomic.Pointer[[]*inLink]        // the links from peers
 
 	holdTime    time.Duration // the constant, except in tests
 	unknownTime time.Duration // the constant, except in tests
@@ -152,8 +152,8 @@ func (p *peers) makeLocked(n *outPeer) {
 	}
 }
 
-// unmakeLocked settles that n, which has left p.all, gets no link if makeLocked was not called for it. A Send that waits then looks for the
-// peer again. n may be nil. The caller holds p.mu.
+// unmakeLocked closes n.settled if makeLocked was not called for n, which has left p.all and gets no link. A Send that waits then looks for
+// the peer again. n may be nil. The caller holds p.mu.
 func (p *peers) unmakeLocked(n *outPeer) {
 	if n != nil && n.make != nil {
 		n.make = nil
@@ -200,8 +200,9 @@ func (p *peers) listLocked() {
 	p.outs.Store(&outs)
 }
 
-// leavingLocked returns the link of n, which is about to leave p.all, if there is one. n may be nil. The caller passes the link to end. Until
-// then it may send its messages, so Cancel must find it: it is added to ending before it is removed from outs. The caller holds p.mu.
+// leavingLocked returns the link of n, which is about to leave p.all, or nil if n is nil or has no link. The caller holds p.mu, and passes the
+// link to end later. The link sends its queued messages until then, so Cancel must find it: leavingLocked adds it to ending before changeLocked
+// removes it from outs.
 func (p *peers) leavingLocked(n *outPeer) *outLink {
 	if n == nil {
 		return nil

@@ -58,7 +58,7 @@ func (g goal) reached(ratio float64) bool {
 // course is a transport and a device that have default payloads and goals.
 type course struct{ van, device string }
 
-// courses are the payloads that are measured by default; over other courses it is one, attention.
+// courses has the payloads that are measured by default; for a transport and device that it lacks, the attention payload is measured.
 var (
 	courses = map[course][]payload{
 		{ibverbs, cpu}:    {both(1 << 10), both(64 << 10), attention},

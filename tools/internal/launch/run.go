@@ -17,8 +17,8 @@ import (
 
 // Run starts the children of plan, and returns when all have ended: nil if all succeeded, else an error with the status
 // of the first child that failed. Run ends all children if one fails, after Spec.Timeout, or at a signal. A second
-// signal other than SIGPIPE kills them at once. When they have ended, such a signal ends the wait for the reader of their
-// output. After a signal the status is 128 plus its number.
+// signal other than SIGPIPE kills them at once. When all have ended, any signal other than SIGPIPE ends the wait for the reader
+// of their output. After a signal that ends the run or that wait the status is 128 plus its number, unless a child failed before.
 //
 // After all workers (or without workers, all servers) have succeeded, the other children have Spec.Grace to end.
 // Children that Run must end count as failed.
