@@ -152,8 +152,8 @@ func (p *peers) makeLocked(n *outPeer) {
 	}
 }
 
-// unmakeLocked closes n.settled if makeLocked was not called for n, which has left p.all and gets no link. A Send that waits then looks for
-// the peer again. n may be nil. The caller holds p.mu.
+// unmakeLocked closes n.settled if makeLocked was not called for n: n has left p.all, so no link to it is made. Sends that wait for n find the
+// next peer of its id. n may be nil. The caller holds p.mu.
 func (p *peers) unmakeLocked(n *outPeer) {
 	if n != nil && n.make != nil {
 		n.make = nil
