@@ -3,35 +3,63 @@
 package freeport
 
 import (
-	"errors"
 	"fmt"
 	"net"
 	"os"
 	"strconv"
 	"sync"
+
+	"golang.org/x/sys/unix"
 )
 
-const first, count = 10000, 10000
+const (
+	first, count = 10000, 10000
+	blockLen     = 250
+	blocks       = count / blockLen
+)
 
-// Processes that start one after another begin at distant ports, spread by the golden ratio.
-var ports = struct {
+// ports are the ports of this process. A block of them is its own: otherwise another process could find a port that this one has
+// found, before the scheduler has bound it.
+var ports struct {
 	sync.Mutex
-	next int
-}{next: os.Getpid() * 6181 % count}
+	claimed          bool
+	first, len, next int
+}
 
-// Find returns a free port of the loopback. The port is below the range that the kernel assigns to connections, and a
-// process gets each port only once in 10000 calls, so another process rarely takes it before the scheduler does.
+// claim takes a free block for this process until fd is closed: no other process can bind a socket to the same name.
+// tests/python/harness.py claims its blocks so, too. If no block is free, claim returns all ports and no fd.
+func claim(name string) (firstPort, n, fd int) {
+	for i := range blocks {
+		block := (os.Getpid()*17 + i) % blocks
+		fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			break
+		}
+		if unix.Bind(fd, &unix.SockaddrUnix{Name: fmt.Sprintf("@%s-%d", name, block)}) == nil {
+			return first + block*blockLen, blockLen, fd
+		}
+		_ = unix.Close(fd)
+	}
+	return first, count, -1
+}
+
+// Find returns a free port of the loopback. The port is below the range that the kernel assigns to connections, and another
+// process that calls Find gets a different one while this process runs.
 func Find() (int, error) {
 	ports.Lock()
 	defer ports.Unlock()
-	for range count {
-		ports.next = (ports.next + 1) % count
-		port := first + ports.next
+	if !ports.claimed {
+		ports.first, ports.len, _ = claim("stepaf-ports") // until the process ends
+		ports.claimed = true
+	}
+	for range ports.len {
+		ports.next = (ports.next + 1) % ports.len
+		port := ports.first + ports.next
 		if l, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port))); err == nil {
 			return port, l.Close()
 		}
 	}
-	return 0, errors.New("no free port from 10000 to 19999")
+	return 0, fmt.Errorf("no free port from %d to %d", ports.first, ports.first+ports.len-1)
 }
 
 // Except calls bind, and returns the port that bind has bound: any free port but avoid. If bind gets avoid, Except calls it

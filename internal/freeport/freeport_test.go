@@ -4,9 +4,12 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"slices"
 	"sync"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 )
@@ -38,6 +41,33 @@ func TestFind(t *testing.T) {
 		})
 	}
 	all.Wait()
+}
+
+// TestClaim: a block that a process has is not claimed again. When all are claimed, all ports are used.
+func TestClaim(t *testing.T) {
+	name := fmt.Sprintf("stepaf-test-%d", os.Getpid())
+	got := map[int]int{}
+	for range blocks {
+		port, n, fd := claim(name)
+		if fd < 0 || n != blockLen || port < first || port+n > first+count {
+			t.Fatalf("claimed %d ports from %d, socket %d", n, port, fd)
+		}
+		if _, twice := got[port]; twice {
+			t.Errorf("the block at port %d is claimed twice", port)
+		}
+		got[port] = fd
+	}
+	if port, n, fd := claim(name); port != first || n != count || fd >= 0 {
+		t.Errorf("without a free block: %d ports from %d, socket %d, want all and no socket", n, port, fd)
+	}
+	for _, fd := range got {
+		_ = unix.Close(fd)
+	}
+	_, n, fd := claim(name)
+	if n != blockLen {
+		t.Error("a block that was given back is not claimed")
+	}
+	_ = unix.Close(fd)
 }
 
 // TestExcept: the port to avoid is released after another port is found.

@@ -276,25 +276,34 @@ class Cluster:
             p.popen.stderr.close()
 
 
-PORTS = itertools.count(os.getpid() * 17)
-CLAIMS = []  # abstract sockets whose names keep other test processes from the ports of this one
+PORTS = {}  # by process id: its ports, in turns, and the socket that claims them
+
+
+def claim():
+    """Claims a block of ports for this process until it ends, as internal/freeport does: no other process can bind a socket to the same name."""
+    for i in range(40):
+        block, name = (os.getpid() * 17 + i) % 40, socket.socket(socket.AF_UNIX)
+        try:
+            name.bind("\0stepaf-ports-%d" % block)
+        except OSError:
+            name.close()
+            continue
+        return itertools.cycle(range(10000 + 250 * block, 10000 + 250 * (block + 1))), name
+    return itertools.cycle(range(10000, 20000)), None
 
 
 def free_port():
-    """A port for a scheduler, which no other process of these tests gets until this process ends. The port is below the
+    """A port for a scheduler, which no other process of these tests gets while this one runs. The port is below the
     range that the kernel assigns to connections, so no other program gets it by chance."""
-    for _ in range(10000):
-        port = 10000 + next(PORTS) % 10000
-        claim = socket.socket(socket.AF_UNIX)
-        try:
-            claim.bind(f"\0stepaf-test-port-{port}")
-            with socket.socket() as s:
+    if os.getpid() not in PORTS:
+        PORTS[os.getpid()] = claim()
+    for port in itertools.islice(PORTS[os.getpid()][0], 10000):
+        with socket.socket() as s:
+            try:
                 s.bind(("127.0.0.1", port))
-        except OSError:
-            claim.close()
-            continue
-        CLAIMS.append(claim)
-        return port
+                return port
+            except OSError:
+                pass
     raise AssertionError("no free port from 10000 to 19999")
 
 
