@@ -133,9 +133,7 @@ func (c *Customer) WaitSlice(ctx context.Context, ts int32, limit, slice time.Du
 		defer c.mu.Unlock()
 		return c.cannotWait(ts, r)
 	}
-	r.mu.Lock()
-	r.waiting = true
-	r.mu.Unlock()
+	c.claim(r)
 	var timer *time.Timer
 	if limit > 0 || slice > 0 {
 		if k := len(c.timers); k > 0 {

@@ -34,6 +34,11 @@ func (r *Request) Kept() bool {
 	return r.ringIndex >= 0
 }
 
+// DuringWait makes a Wait for r call f while it looks whether r is finished.
+func (r *Request) DuringWait(f func()) {
+	r.isDone = func() bool { f(); return len(r.done) > 0 }
+}
+
 // NoteProcesses updates the table before the outputs of the machine are performed.
 func (n *Node) NoteProcesses(outs ...membership.Output) {
 	n.control.mu.Lock()

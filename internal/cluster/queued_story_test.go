@@ -17,6 +17,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // ask sends a request for an application from the first worker to the first server.
@@ -229,6 +230,34 @@ func TestCanceledWhileAnswered(t *testing.T) {
 		cancel()
 	}
 	c.Finalize(t)
+}
+
+// TestFinishedDuringAWait: a request that a Wait has found is recycled once, by that Wait, even if 4096 others finish
+// meanwhile.
+func TestFinishedDuringAWait(t *testing.T) {
+	x := customer(t, testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.BusyPoll = env.SpinForever }}))
+	opened := func() *request {
+		r := newRequest()
+		if err := x.Open(&r.Request, "test", r, 1, nil); err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	r := opened()
+	r.DuringWait(sync.OnceFunc(func() {
+		for range 4096 {
+			opened()
+		}
+		if len(r.recycled) > 0 {
+			t.Error("recycled during the wait")
+		}
+	}))
+	if err := x.Wait(t.Context(), r.First(), time.Minute); err != nil {
+		t.Error(err)
+	}
+	if len(r.recycled) != 1 {
+		t.Error("not recycled after the wait")
+	}
 }
 
 // TestFinishedRequestsAreRecycled: requests that are not waited for return to their owner, except for the newest

@@ -162,6 +162,19 @@ func (q *requests) remove(r *Request) {
 	if r.err != nil {
 		q.failures.add(r.first, r.n, r.err, q.next)
 	}
+	q.takeFromRing(r)
+}
+
+// claim gives r to a waiter, who removes and recycles it: the ring does not displace it meanwhile. mu is held.
+func (q *requests) claim(r *Request) {
+	r.mu.Lock()
+	r.waiting = true
+	r.mu.Unlock()
+	q.takeFromRing(r)
+}
+
+// takeFromRing takes r out of the ring if it is there. mu is held.
+func (q *requests) takeFromRing(r *Request) {
 	if r.ringIndex >= 0 {
 		q.finished[r.ringIndex%keepFinished] = nil
 		r.ringIndex = -1
