@@ -77,8 +77,8 @@ func (t *outputQueues) dispatch(o membership.Output) {
 	}
 }
 
-// await waits, for at most limit, until the last outputs, such as a message with the reason why start-up has failed,
-// have reached the transport.
+// await waits, for about limit at most, until the last outputs, such as a message with the reason why start-up has failed,
+// have reached the transport. It counts time in parts: a process that gets no processor for a while still sends them.
 func (t *outputQueues) await(limit time.Duration) {
 	t.mu.Lock()
 	if len(t.queues) == 0 {
@@ -88,9 +88,13 @@ func (t *outputQueues) await(limit time.Duration) {
 	idle := make(chan struct{})
 	t.idle = append(t.idle, idle)
 	t.mu.Unlock()
-	select {
-	case <-idle:
-	case <-time.After(limit):
+	const parts = 10
+	for range parts {
+		select {
+		case <-idle:
+			return
+		case <-time.After(limit / parts):
+		}
 	}
 }
 
