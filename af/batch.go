@@ -22,6 +22,12 @@ type Pull struct {
 	Dtype Dtype
 	Shape []int64 // of the worker's pull tensor
 
+	// Out is the worker's own pull tensor if the worker has allocated it with AllocShared and this server maps it
+	// (STEPAF_SHM_MAP), and an empty tensor otherwise. An answer in Out is not copied. Out belongs to the handler until it
+	// calls Respond or Refuse, or the batch is not wanted any more. What is written there later is lost or, after Respond,
+	// changes the worker's tensor.
+	Out Tensor
+
 	part van.Part // of the request, without memory
 }
 
@@ -93,8 +99,8 @@ func (b Batch) Context() context.Context {
 
 // add adds one tensor to the batch: a part of msg, or all of it.
 func (b *batchState) add(x *van.Part, msg *van.Message) error {
-	if len(b.pushes)+len(b.pulls) >= MaxBatch {
-		return fmt.Errorf("%w: batch of more than %d tensors", van.ErrMalformed, MaxBatch)
+	if len(b.pushes)+len(b.pulls) >= van.MaxParts {
+		return fmt.Errorf("%w: batch of more than %d tensors", van.ErrMalformed, van.MaxParts)
 	}
 	b.last = x.Timestamp
 	d := Dtype(x.Dtype)
@@ -105,7 +111,11 @@ func (b *batchState) add(x *van.Part, msg *van.Message) error {
 		}
 		p := b.growPulls()
 		p.Key, p.Len, p.Dtype, p.part = x.Key, size, d, *x
-		p.part.Vals, p.part.Into = backend.Mem{}, backend.Mem{}
+		p.part.Vals, p.part.Into, p.Out = backend.Mem{}, backend.Mem{}, Tensor{}
+		if x.Into.Len() > 0 {
+			p.Out = Tensor{mem: x.Into, dtype: d, ndim: int8(x.Dim), shape: x.Shape}
+			b.hold(msg)
+		}
 		p.Shape = append(p.Shape[:0], x.ShapeSlice()...)
 		return nil
 	}
@@ -128,11 +138,16 @@ func (b *batchState) add(x *van.Part, msg *van.Message) error {
 		} else {
 			b.bytes += msg.PayloadLen()
 		}
-		if n := len(b.msgs); n == 0 || b.msgs[n-1] != msg {
-			b.msgs = append(b.msgs, msg.Retain())
-		}
+		b.hold(msg)
 	}
 	return nil
+}
+
+// hold keeps msg until the last reference to b is dropped.
+func (b *batchState) hold(msg *van.Message) {
+	if n := len(b.msgs); n == 0 || b.msgs[n-1] != msg {
+		b.msgs = append(b.msgs, msg.Retain())
+	}
 }
 
 var errSizes = errors.New("sizes differ")

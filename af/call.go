@@ -280,8 +280,8 @@ func checkLists(push []KeyTensor, pull [][]KeyTensor, n int) error {
 	switch {
 	case len(push)+q == 0:
 		return fmt.Errorf("%w: no push and no pull tensors, want at least one", van.ErrInvalid)
-	case len(push)+q > MaxBatch:
-		return fmt.Errorf("%w: %d tensors in one batch, want at most %d", van.ErrInvalid, len(push)+q, MaxBatch)
+	case len(push)+q > van.MaxParts:
+		return fmt.Errorf("%w: %d tensors in one batch, want at most %d", van.ErrInvalid, len(push)+q, van.MaxParts)
 	}
 	if err := distinct(push, "push"); err != nil {
 		return err
@@ -296,10 +296,6 @@ func checkLists(push []KeyTensor, pull [][]KeyTensor, n int) error {
 	}
 	return nil
 }
-
-// MaxBatch is the largest number of tensors that one worker and one server
-// exchange in a batch.
-const MaxBatch = van.MaxParts
 
 // distinct returns an error for a list that contains a key twice: answers and receive buffers are found by key.
 func distinct(l []KeyTensor, kind string) error {

@@ -98,7 +98,7 @@ func TestBadRequests(t *testing.T) {
 		{list(append(many, 7)...), nil, "push tensors 7 and 40 both have key 7"},
 		{nil, [][]af.KeyTensor{list(1, 1), list(1, 2)}, "pull tensors 0 and 1 both have key 1, want different keys in a batch for server 0"},
 		{nil, [][]af.KeyTensor{list(1, 2), list(5, 5)}, "key 5, want different keys in a batch for server 1"},
-		{make([]af.KeyTensor, af.MaxBatch+1), nil, "16385 tensors in one batch, want at most 16384"},
+		{make([]af.KeyTensor, van.MaxParts+1), nil, "16385 tensors in one batch, want at most 16384"},
 	} {
 		_, err := w.PushPull(tt.push, tt.pull)
 		vantest.Fails(t, err, van.ErrInvalid, "worker 0 (id 9): push_pull", tt.text)

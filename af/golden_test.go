@@ -8,6 +8,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/tests/golden"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
+	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -47,7 +48,7 @@ func TestChecksGolden(t *testing.T) {
 			}
 			push, pull := list(), list()
 			if rng.IntN(50) == 0 {
-				push = make([]KeyTensor, MaxBatch-1+rng.IntN(3))
+				push = make([]KeyTensor, van.MaxParts-1+rng.IntN(3))
 				for i := range push {
 					push[i].Key = uint64(i)
 				}

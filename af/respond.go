@@ -220,6 +220,9 @@ func (s *Server) reply(b *batchState, outs []KeyTensor, order Order, done van.Co
 	for i := range b.pulls {
 		p := b.pulls[i].part
 		p.Vals = b.answer(i, outs, order).mem
+		if out := b.pulls[i].Out.mem; out.Addr() == p.Vals.Addr() && out.Len() == p.Vals.Len() {
+			p.Vals = out // also if the caller has made a tensor of its own of Out
+		}
 		m.Parts = append(m.Parts, p)
 	}
 	m.Key, m.ValLen = m.Parts[0].Key, int32(m.Parts[0].Len)

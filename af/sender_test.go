@@ -290,10 +290,10 @@ func TestBatchIsBounded(t *testing.T) {
 	}
 	pull := &van.Part{Len: 1, Dim: 1, Dtype: int32(Uint8)}
 	pull.Shape[0] = 1
-	b := &batchState{s: s, pushes: make([]KeyTensor, MaxBatch-2)}
+	b := &batchState{s: s, pushes: make([]KeyTensor, van.MaxParts-2)}
 	for i := range 4 {
 		if err := b.add(pull, &van.Message{}); (err == nil) != (i < 2) || err != nil && !errors.Is(err, van.ErrMalformed) {
-			t.Errorf("tensor %d: %v", MaxBatch-2+i, err)
+			t.Errorf("tensor %d: %v", van.MaxParts-2+i, err)
 		}
 	}
 	if len(b.pulls) != 2 {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/hostmem"
 )
 
 // MaxTensorBytes is the size of the largest tensor that the wire format supports: its length is a signed 32-bit
@@ -75,6 +76,32 @@ func FromPointer(p unsafe.Pointer, dev backend.Device, owner any, d Dtype, shape
 		return Tensor{}, fmt.Errorf("%w: tensor of %d bytes at address 0", van.ErrInvalid, n)
 	}
 	return NewTensor(backend.At(p, n, dev, owner), d, shape...)
+}
+
+// AllocShared allocates a tensor on the host, with contents 0, that servers on this host can map: with STEPAF_SHM_MAP on
+// the server, push_pull through shared memory hands over such a tensor of at least 32 KiB without a copy, both the pushed
+// values and, see Pull.Out, the answers. For all other uses it is like any other memory.
+//
+// If a call fails, the library gives the allocations of its pull tensors other memory with the same contents, at
+// the same address, so that a late answer writes nowhere. A call that is answered at that moment into another tensor of the
+// same allocation is not affected.
+//
+// Each allocation is a file descriptor and whole pages: allocate few large tensors. free frees the tensor when the
+// library does not use it any more; the caller must not use it then.
+func AllocShared(d Dtype, shape ...int64) (t Tensor, free func(), err error) {
+	n, err := byteSize(d, shape)
+	if err != nil {
+		return Tensor{}, nil, err
+	}
+	mem, err := hostmem.Alloc(n)
+	if err != nil {
+		return Tensor{}, nil, err
+	}
+	if t, err = NewTensor(mem, d, shape...); err != nil {
+		hostmem.Free(mem)
+		return Tensor{}, nil, err
+	}
+	return t, func() { hostmem.Free(mem) }, nil
 }
 
 // NewTensor returns a tensor over mem, whose length must be that of the shape. A shape

@@ -45,6 +45,7 @@ type Config struct {
 	ZMQMaxSockets int    // BYTEPS_ZMQ_MAX_SOCKET
 	ZMQIOThreads  int    // BYTEPS_ZMQ_NTHREADS
 	EnableIPC     int    // BYTEPS_ENABLE_IPC: 0 never, 1 yes, -1 unset
+	SHMMap        bool   // STEPAF_SHM_MAP: map tensors of AllocShared instead of copying them
 	Data          string // STEPAF_DATA: DataTCP or DataZMQ
 
 	// RDMA.

@@ -53,6 +53,7 @@ func TestRead(t *testing.T) {
 		{"BYTEPS_ZMQ_MAX_SOCKET", "1 65535", "0 65536", "an integer from 1 to 65535"},
 		{"BYTEPS_ZMQ_NTHREADS", "1 64", "0 65", "an integer from 1 to 64"},
 		{"BYTEPS_ENABLE_IPC", "0 1 3>1", "True", "0 (off) or 1 (on); write 1"},
+		{"STEPAF_SHM_MAP", "0 1", "on", "0 (off) or 1 (on); write 1"},
 		{"STEPAF_DATA", "tcp zmq", "udp", "one of tcp, zmq"},
 		{"STEPAF_QP_NUM", "1 2", "0 3", "an integer from 1 to 2"},
 		{"STEPMESH_SPLIT_QP_LAG", "0 1", "-1 2 true", "an integer from 0 to 1"},

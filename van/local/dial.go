@@ -159,7 +159,7 @@ func (d *dialer) handshake(ctx context.Context, id int, t *token, behind, proves
 		return nil, err
 	}
 	if l, err = d.finish(conn, id, seg, file); err == nil {
-		l.number = *nonce
+		l.number, l.peer = *nonce, t.name
 	}
 	return l, err
 }
@@ -216,6 +216,7 @@ func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment, file *ringFile
 	}
 	d.log.Info("data goes through shared memory", args...)
 	l := newOutLink(d.out, id, conn, seg, file, bell, verdict == verdictRead, device)
+	l.shown.on = verdict == verdictRead && text[5]&mapsMemory != 0
 	if device {
 		l.offers.sharer = own.sharer
 		l.segments = own.sharer != nil && text[5]&hasSegments != 0

@@ -29,7 +29,7 @@ import (
 //
 //	receiver: reply, with its bell unless it refuses
 //	 0  char[4]  "SAFR"            5  u8   1: copies from the sender's device, 2: also from several allocations
-//	 4  u8       verdict                4: understands pads, 8: understands marks
+//	 4  u8       verdict                4: understands pads, 8: understands marks, 16: maps memory
 //	                               6  u16  length of the first text
 //	                               8  texts: reason of the verdict, reason for no device
 const (
@@ -43,6 +43,7 @@ const (
 	hasSegments = 2
 	knowsPads   = 4
 	knowsMarks  = 8
+	mapsMemory  = 16 // of a receiver that reads the sender's memory
 
 	verdictNo     = 0 // refused
 	verdictStream = 1 // the sender streams large parts
@@ -114,6 +115,9 @@ func (r *reply) encode() []byte {
 	device := byte(0)
 	if r.link != nil {
 		device = knowsPads | knowsMarks
+		if r.link.c.maps {
+			device |= mapsMemory
+		}
 		if r.link.dev != nil {
 			device |= hasDevice
 			if r.link.dev.imports != nil {

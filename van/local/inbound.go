@@ -41,6 +41,8 @@ type inbound struct {
 	dst    [partCount][]byte // destinations of parts that were not inline
 	left   [partCount][]byte // the parts of dst that the stream has not filled
 	dest   landing.Place     // of the values, if they are an answer
+	mapped backend.Mem       // the value in the sender's memory, if this process has mapped that
+	uses   []backend.Mem     // mapped memory that the message refers to
 
 	// A batch can have several records. The first one has the meta, and collects the others.
 	head            *inbound   // of another record: the first one
@@ -104,8 +106,14 @@ func (p *inbound) decode(q *landing.Table) error {
 	}
 	p.frames(m)
 	if m.IsBatch() {
-		if err := p.open(m); err != nil || p.rec.batch != 0 {
+		if err := p.open(m); err != nil {
 			return err
+		}
+		if p.rec.parts[0].form != partPinned { // otherwise the caller does not hold the feed
+			p.in.memory.takeInto(p)
+		}
+		if p.rec.batch != 0 {
+			return nil
 		}
 	} else if p.rec.batch != 0 {
 		return &van.FieldError{Field: "record.batch", Value: p.rec.batch, Want: "0, since the message is no batch"}
@@ -167,6 +175,17 @@ func (p *inbound) assign(v *inbound, i int) error {
 	return nil
 }
 
+// view makes the value of p the sender's memory, if that is mapped and the sender does not reuse it before the answer.
+func (p *inbound) view() bool {
+	m := p.batch()
+	n := len(m.Parts)
+	if p.mapped.Len() == 0 || n == 0 || !m.Request || m.Parts[n-1].Push {
+		return false
+	}
+	p.msg.Vals = p.mapped
+	return true
+}
+
 // setParts sets the parts of p, the first record of a complete batch, from all its records.
 func (p *inbound) setParts(q *landing.Table) {
 	m := &p.msg
@@ -202,6 +221,7 @@ type inCommon struct {
 	feed   *engine.Feed[*inbound]
 	dests  *landing.Table
 	blocks blocks
+	maps   bool          // STEPAF_SHM_MAP: this process maps memory of peers
 	chunks atomic.Uint64 // received chunks of streams
 
 	dropTime time.Duration // the constant, except in tests
@@ -238,6 +258,9 @@ func (c *inCommon) allocate(p *inbound) (err error) {
 			if dst, ok := c.dests.Find(p.batch(), max(p.item, 0), h.n, &p.dest, false); ok {
 				p.dst[i] = dst.Host()
 				p.msg.Vals, p.msg.Placed = dst, true
+				continue
+			}
+			if p.view() {
 				continue
 			}
 		}
@@ -295,6 +318,11 @@ func (c *inCommon) release(p *inbound) {
 		p.onDevice.Put()
 		p.onDevice = nil
 	}
+	for i, m := range p.uses {
+		m.Release()
+		p.uses[i] = backend.Mem{}
+	}
+	p.uses, p.mapped = p.uses[:0], backend.Mem{}
 	p.leave()
 	p.msg.Reset()
 	p.from, p.in, p.head, p.item = nil, nil, nil, 0

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -25,15 +26,14 @@ type inLink struct {
 	dev  *peerDevice // its device; nil if it has none or this node cannot copy from it
 
 	batch   inBatch
-	stream  *inbound
-	part    int            // the part of stream that the next chunk belongs to
-	off     int            // the offset of the next chunk in that part
+	stream  inStream
 	held    atomic.Bool    // no record is consumed yet: this node does not know the peer
 	marks   failback.Marks // no record is consumed until they have arrived
 	fenced  atomic.Bool    // no record is consumed any more: another process is the peer
 	placing sync.RWMutex   // read-locked while a value is written; write-locked while fenced is set
 	lost    atomic.Bool    // the connection has ended: the ring gets no more records
 	failure linkFailure
+	memory  mappedMemory
 }
 
 // linkFailure is the first failure of a link.
@@ -46,6 +46,13 @@ type linkFailure struct {
 type inBatch struct {
 	open   *inbound // its next record is expected from the ring; nil: no record is
 	joined *inbound // its next record is expected from the queue of device copies; nil: no record is
+}
+
+// inStream is the message whose large parts are being received in chunks.
+type inStream struct {
+	of   *inbound // nil: no message
+	part int      // the part that the next chunk belongs to
+	off  int      // the offset of the next chunk in that part
 }
 
 // newInLink makes a link of process pid. It has one reference to its ring.
@@ -136,6 +143,10 @@ func (l *inLink) record() *inbound {
 			p, err = l.chunk(b[:size])
 		case kind == kindRest:
 			p, err = l.rest(b[:size])
+		case kind == kindMemory:
+			err = l.describe(slices.Clone(b[:size]))
+		case kind == kindInto:
+			err = l.nameInto(slices.Clone(b[:size]))
 		default:
 			p, err = l.message(b[:size])
 		}
@@ -226,7 +237,7 @@ func (l *inLink) opened(p *inbound) {
 
 // message handles the record b of a message. It returns nil if parts of the message follow.
 func (l *inLink) message(b []byte) (*inbound, error) {
-	if l.stream != nil {
+	if l.stream.of != nil {
 		return nil, &van.FieldError{Field: "record.kind", Value: kindMessage, Want: "the rest of a stream"}
 	}
 	p := l.c.get()
@@ -251,7 +262,7 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 		p.rec = record{kind: kindValue}
 		return p, nil // join ends the batch
 	case p.rec.pins():
-		if l.source == nil && p.rec.has(partPinned) {
+		if l.source == nil && p.rec.isRead() {
 			err = &van.FieldError{Field: "record.part.form", Value: partPinned, Want: "inline or streamed: it was agreed that this process does not read the sender's memory"}
 			break
 		}
@@ -261,6 +272,7 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 		}
 		p.ring = l.hold()
 		if !p.rec.has(partDevice) {
+			l.memory.takeMapped(p)
 			return p, nil // fetch reads the value later, when no other message waits for it
 		}
 		if err = l.beginCopy(p); err == nil {
@@ -274,9 +286,9 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 	}
 	if err == nil && p.rec.streams() {
 		if err = l.c.allocate(p); err == nil {
-			l.stream, l.part, l.off = p, -1, 0
+			l.stream.of, l.stream.part, l.stream.off = p, -1, 0
 			l.advance()
-			if l.stream == nil {
+			if l.stream.of == nil {
 				return p, nil
 			}
 			return nil, nil
@@ -291,43 +303,43 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 
 // advance goes to the next part of the stream that lacks bytes. Without such a part, it ends the stream.
 func (l *inLink) advance() {
-	for l.part, l.off = l.part+1, 0; l.part < partCount; l.part++ {
-		if len(l.stream.dst[l.part]) > 0 {
+	for l.stream.part, l.stream.off = l.stream.part+1, 0; l.stream.part < partCount; l.stream.part++ {
+		if len(l.stream.of.dst[l.stream.part]) > 0 {
 			return
 		}
 	}
-	l.stream = nil
+	l.stream.of = nil
 }
 
 // chunk handles the record b of a chunk. It returns the message that the chunk completes, or nil.
 func (l *inLink) chunk(b []byte) (*inbound, error) {
 	n := int(binary.LittleEndian.Uint32(b[8:]))
-	p := l.stream
-	if p == nil || n > len(b)-chunkHead || n == 0 || n > len(p.dst[l.part])-l.off {
+	p := l.stream.of
+	if p == nil || n > len(b)-chunkHead || n == 0 || n > len(p.dst[l.stream.part])-l.stream.off {
 		return nil, &van.FieldError{Field: "chunk.length", Value: n, Want: "what is left of the stream's part"}
 	}
 	l.placing.RLock()
 	if !l.fenced.Load() {
-		_ = p.write(l.part, func() error { // finish reports landing.ErrInvalidated
-			copy(p.dst[l.part][l.off:], b[chunkHead:chunkHead+n])
+		_ = p.write(l.stream.part, func() error { // finish reports landing.ErrInvalidated
+			copy(p.dst[l.stream.part][l.stream.off:], b[chunkHead:chunkHead+n])
 			return nil
 		})
 	}
 	l.placing.RUnlock()
-	l.off += n
+	l.stream.off += n
 	l.c.chunks.Add(1)
-	if l.off < len(p.dst[l.part]) {
+	if l.stream.off < len(p.dst[l.stream.part]) {
 		return nil, nil
 	}
 	// The meta was streamed. Only now does the receiver know the other parts.
-	if l.part == 0 {
+	if l.stream.part == 0 {
 		if err := p.decode(l.c.dests); err != nil {
 			return nil, err
 		}
 		l.opened(p)
 	}
 	l.advance()
-	if l.stream != nil {
+	if l.stream.of != nil {
 		return nil, nil
 	}
 	if l.c.finish(p) != nil {
@@ -340,12 +352,12 @@ func (l *inLink) chunk(b []byte) (*inbound, error) {
 // rest handles the record b of the rest of a stream. The receiver reads that rest from the sender's
 // memory.
 func (l *inLink) rest(b []byte) (*inbound, error) {
-	p := l.stream
+	p := l.stream.of
 	var r record
 	if p == nil || l.source == nil {
 		return nil, &van.FieldError{Field: "record.kind", Value: kindRest, Want: "no rest: there is no stream, or it was agreed that this process does not read the sender's memory"}
 	}
-	if p.rec.batch != 0 && l.part == 0 {
+	if p.rec.batch != 0 && l.stream.part == 0 {
 		return nil, &van.FieldError{Field: "record.kind", Value: kindRest, Want: "chunks of the meta of a batch"}
 	}
 	if err := r.parse(append([]byte(nil), b...)); err != nil {
@@ -353,11 +365,11 @@ func (l *inLink) rest(b []byte) (*inbound, error) {
 	}
 	for i := range partCount {
 		want, have := 0, 0
-		if i >= l.part {
+		if i >= l.stream.part {
 			want = len(p.dst[i])
 		}
-		if i == l.part {
-			want -= l.off
+		if i == l.stream.part {
+			want -= l.stream.off
 		}
 		if i < present(r.frames) {
 			have = r.parts[i].n
@@ -372,7 +384,7 @@ func (l *inLink) rest(b []byte) (*inbound, error) {
 		}
 	}
 	p.rec.slot, p.rec.gen = r.slot, r.gen
-	l.stream = nil
+	l.stream.of = nil
 	p.ring = l.hold()
 	return p, nil
 }
@@ -448,7 +460,7 @@ func (l *inLink) read(p *inbound) error {
 // readPart reads part i of p, if it is pinned.
 func (l *inLink) readPart(p *inbound, i int) error {
 	h := &p.rec.parts[i]
-	if h.form != partPinned {
+	if !h.isRead() {
 		return nil
 	}
 	dst := p.dst[i]
@@ -458,7 +470,9 @@ func (l *inLink) readPart(p *inbound, i int) error {
 	l.placing.RLock()
 	err := errGone
 	if !l.fenced.Load() {
-		err = p.write(i, func() error { return l.source.read(dst, h.addr) })
+		if err = nil; dst != nil { // otherwise the value stays where it is
+			err = p.write(i, func() error { return l.copyPart(p, i, dst) })
+		}
 	}
 	l.placing.RUnlock()
 	// The bytes are valid only if the sender has not reused the memory meanwhile, and is
@@ -490,9 +504,9 @@ func (l *inLink) failed() bool { return l.failure.cause.Load() != nil }
 // end drops unfinished messages and releases the link's reference to its ring. The caller holds the feed, or
 // no other goroutine knows the link.
 func (l *inLink) end() {
-	if l.stream != nil {
-		l.c.release(l.stream)
-		l.stream = nil
+	if l.stream.of != nil {
+		l.c.release(l.stream.of)
+		l.stream.of = nil
 	}
 	if l.batch.joined != nil {
 		l.c.release(l.batch.joined)
@@ -502,5 +516,6 @@ func (l *inLink) end() {
 		l.dev.drop()
 		l.dev.close()
 	}
+	l.memory.close()
 	l.unref()
 }

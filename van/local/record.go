@@ -46,11 +46,15 @@ const (
 	kindRest    = 3
 	kindPad     = 4
 	kindValue   = 5
+	kindMemory  = 6 // see memory.go
+	kindInto    = 7
 
 	partInline = 1
 	partPinned = 2 // the receiver reads it from the sender's memory
 	partStream = 3 // follows in chunks, and possibly a rest
 	partDevice = 4 // the receiver's device copies it; the record has its export
+	partMapped = 5 // like partPinned, but the receiver may have mapped the memory; see memory.go
+	partPlaced = 6 // like partPinned, but the value lies in the receiver's memory
 
 	partCount = 1 + van.MaxFrames // meta, keys, values, lengths
 
@@ -85,6 +89,8 @@ type record struct {
 	segments  int   // of a value on the device that lies in several allocations
 	slot, gen uint32
 	parts     [partCount]part
+
+	placedAt, placedIn uint64 // of partPlaced: the address in the receiver, and the file
 }
 
 // present returns how many parts a message with that many frames has.
@@ -92,15 +98,22 @@ func present(frames int) int { return 1 + frames }
 
 // pins reports whether the receiver reads parts from the sender's memory. streams reports whether parts
 // follow in chunks.
-func (r *record) pins() bool    { return r.has(partPinned) || r.has(partDevice) }
+func (r *record) pins() bool    { return r.has(partDevice) || r.isRead() }
 func (r *record) streams() bool { return r.has(partStream) }
+
+// isRead reports whether the receiver reads parts by their address.
+func (r *record) isRead() bool { return r.forms&(1<<partPinned|1<<partMapped|1<<partPlaced) != 0 }
+
+func (p *part) isRead() bool {
+	return p.form == partPinned || p.form == partMapped || p.form == partPlaced
+}
 
 func (r *record) has(form uint32) bool { return r.forms>>form&1 != 0 }
 
 // inline reports whether all parts are in the record.
 func (r *record) inline() bool { return r.forms == 1<<partInline }
 
-// plan chooses the form of each part of msg and returns the length of its record. Large parts get the form
+// plan chooses the form of each part of msg and returns the length of its record. A long value gets the form
 // large. r.segments, and r.kind and r.batch of a value, must be set.
 func (r *record) plan(msg *van.Message, large uint32) int {
 	r.frames, r.forms, r.slot, r.gen = msg.Frames, 0, noSlot, 0
@@ -128,8 +141,14 @@ func (r *record) plan(msg *van.Message, large uint32) int {
 			size += align(exportSize(r.segments))
 		case p.n < streamFrom:
 			size += align(p.n)
-		default:
+		case large == partPinned:
 			p.form = large
+		case i != partVals || r.streams(): // a record does not mix streamed and other long parts
+			p.form = partStream
+		default:
+			if p.form = large; large == partPlaced {
+				size += align(placedLen)
+			}
 		}
 		r.forms |= 1 << p.form
 	}
@@ -152,7 +171,11 @@ func (r *record) put(b []byte, size int, msg *van.Message, meta []byte, export *
 			mem = msg.Frame(i - 1)
 		}
 		switch {
-		case p.form == partPinned:
+		case p.form == partPlaced:
+			binary.LittleEndian.PutUint64(b[p.off:], r.placedAt)
+			binary.LittleEndian.PutUint64(b[p.off+8:], r.placedIn)
+			p.addr = mem.Addr()
+		case p.isRead():
 			p.addr = mem.Addr()
 		case p.form == partDevice:
 			putShared(b[p.off:], export)
@@ -164,7 +187,7 @@ func (r *record) put(b []byte, size int, msg *van.Message, meta []byte, export *
 		case p.form == partInline && i > 0:
 			copy(b[p.off:p.off+p.n], mem.Host())
 		}
-		if i == 0 && r.batch != 0 && p.form != partPinned {
+		if i == 0 && r.batch != 0 {
 			p.addr = r.batch
 		}
 	}
@@ -222,7 +245,17 @@ func (r *record) parse(b []byte) error {
 			}
 			p.off = off
 			off = min(off+align(p.n), len(b))
-		case partPinned:
+		case partPinned, partMapped, partPlaced:
+			if p.form != partPinned && i != partVals {
+				return bad(fmt.Sprintf("part[%d].form", i), p.form, "another one: only values lie in mapped memory")
+			}
+			if p.form == partPlaced {
+				if len(b)-off < placedLen {
+					return bad("length", len(b), "room for the address of a value in the receiver")
+				}
+				r.placedAt, r.placedIn = le.Uint64(b[off:]), le.Uint64(b[off+8:])
+				off = min(off+align(placedLen), len(b))
+			}
 			if r.slot >= slotCount {
 				return bad("slot", r.slot, fmt.Sprintf("less than %d", slotCount))
 			}
@@ -239,7 +272,7 @@ func (r *record) parse(b []byte) error {
 			p.off = off
 			off = min(off+align(exportSize(r.segments)), len(b))
 		default:
-			return bad(fmt.Sprintf("part[%d].form", i), p.form, "inline, pinned, streamed or on the device")
+			return bad(fmt.Sprintf("part[%d].form", i), p.form, "inline, pinned, streamed, on the device, mapped or placed")
 		}
 		r.forms |= 1 << p.form
 		if i == 0 && r.kind == kindMessage && p.n == 0 || i < partVals && r.kind == kindValue && (p.n > 0 || p.form != partInline) {
@@ -249,7 +282,7 @@ func (r *record) parse(b []byte) error {
 			r.batch = p.addr
 		}
 	}
-	if r.has(partDevice) && (r.has(partPinned) || r.streams() || r.kind == kindRest) {
+	if r.has(partDevice) && (r.isRead() || r.streams() || r.kind == kindRest) {
 		return bad("part.form", "pinned or streamed", "inline, beside values on the device")
 	}
 	return nil

@@ -30,9 +30,11 @@ func message(lens ...int) *van.Message {
 func TestRecordRoundTrip(t *testing.T) {
 	for _, lens := range [][]int{{}, {0, 0}, {8, 100}, {8, streamFrom - 1}, {8, streamFrom}, {streamFrom, 1 << 20, 8}, {8, 0, 4},
 		{streamFrom - 1, streamFrom - 1, streamFrom - 1}} {
-		for _, large := range []uint32{partPinned, partStream} {
+		for _, large := range []uint32{partPinned, partStream, partMapped, partPlaced} {
 			m := message(lens...)
 			var r, got record
+			r.placedAt, r.placedIn = 1<<40, 77
+			mixed := large >= partMapped && len(lens) > 0 && lens[0] >= streamFrom // then all long parts are streamed
 			size := r.plan(m, large)
 			if size > maxRecord || size%recordAlign != 0 {
 				t.Fatalf("%v: a record of %d bytes, want at most %d in steps of %d", lens, size, maxRecord, recordAlign)
@@ -54,14 +56,20 @@ func TestRecordRoundTrip(t *testing.T) {
 			}
 			for i, n := range lens {
 				p, want := got.parts[i+1], m.Frame(i)
+				form := large
+				if mixed || large >= partMapped && i+1 != partVals {
+					form = partStream
+				}
 				switch {
 				case p.n != n:
 					t.Errorf("%v: frame %d has %d bytes", lens, i, p.n)
 				case n < streamFrom && !bytes.Equal(b[p.off:p.off+p.n], want.Host()):
 					t.Errorf("%v: frame %d has other bytes", lens, i)
-				case n >= streamFrom && p.form != large:
-					t.Errorf("%v: frame %d has form %d, want %d", lens, i, p.form, large)
-				case p.form == partPinned && p.addr != want.Addr():
+				case n >= streamFrom && p.form != form:
+					t.Errorf("%v: frame %d has form %d, want %d", lens, i, p.form, form)
+				case p.form == partPlaced && (got.placedAt != 1<<40 || got.placedIn != 77):
+					t.Errorf("%v: placed at %#x in %d", lens, got.placedAt, got.placedIn)
+				case p.isRead() && p.addr != want.Addr():
 					t.Errorf("%v: frame %d is at %#x, want %#x", lens, i, p.addr, want.Addr())
 				}
 			}

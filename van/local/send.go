@@ -31,14 +31,15 @@ func (l *outLink) send(msg *van.Message, exports []*backend.Shared) (sent bool, 
 	if err != nil {
 		return true, err
 	}
+	maps := l.shown.announce(msg)
 	if isOneRecord(msg) {
 		var export *backend.Shared
 		if len(exports) > 0 {
 			export = exports[0]
 		}
-		err = l.put(&record{}, msg, export, seq)
+		err = l.put(&record{}, msg, export, seq, false)
 	} else {
-		err = l.putBatch(msg, exports, seq)
+		err = l.putBatch(msg, exports, seq, maps)
 	}
 	if err == nil {
 		l.bell.ring()
@@ -78,7 +79,7 @@ func isOneRecord(msg *van.Message) bool {
 }
 
 // putBatch writes or queues msg as a record for each value.
-func (l *outLink) putBatch(msg *van.Message, exports []*backend.Shared, seq uint64) error {
+func (l *outLink) putBatch(msg *van.Message, exports []*backend.Shared, seq uint64, maps bool) error {
 	all := van.NewAllSent(msg.Done)
 	v := &l.value
 	v.Meta = msg.Meta // a view, which ends with this call
@@ -102,7 +103,7 @@ func (l *outLink) putBatch(msg *van.Message, exports []*backend.Shared, seq uint
 			export = exports[i]
 		}
 		v.Done = all.Add()
-		if err := l.put(r, v, export, seq); err != nil { // only the first record can fail: the others have no meta
+		if err := l.put(r, v, export, seq, maps); err != nil { // only the first record can fail: the others have no meta
 			all.Cancel()
 			return err
 		}
@@ -112,12 +113,16 @@ func (l *outLink) putBatch(msg *van.Message, exports []*backend.Shared, seq uint
 	return nil
 }
 
-// put writes or queues r, a record of msg. export describes the value if it is on the device.
-func (l *outLink) put(r *record, msg *van.Message, export *backend.Shared, seq uint64) error {
+// put writes or queues r, a record of msg. export describes the value if it is on the device. maps is what shown.announce has
+// returned.
+func (l *outLink) put(r *record, msg *van.Message, export *backend.Shared, seq uint64, maps bool) error {
+	large := uint32(partStream)
 	if export != nil {
 		r.segments = len(export.Segments)
+	} else if msg.Vals.Len() >= streamFrom {
+		large = l.shown.formOf(r, msg, maps)
 	}
-	size := r.plan(msg, partStream)
+	size := r.plan(msg, large)
 	if n := r.parts[0].n; n > math.MaxInt32 {
 		return fmt.Errorf("%w: %d bytes of a message's body and head, want at most %d", van.ErrInvalid, n, math.MaxInt32)
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/failback"
+	"github.com/stepaf/stepaf-go/van/hostmem"
 	"github.com/stepaf/stepaf-go/van/landing"
 )
 
@@ -75,6 +76,7 @@ func New(in van.Van, o van.Options) *Van {
 	v.own.guard.Keys, v.own.guard.Log = o.Keys, v.log
 	v.peers = newPeers(v.log, &v.own.bell, v.dests)
 	v.rx.self, v.rx.log, v.rx.stats, v.rx.copies, v.rx.dests, v.rx.dropTime = &v.own, v.log, &v.stats, &v.copies, v.dests, dropTime
+	v.rx.maps = o.Config.SHMMap
 	v.tx = outCommon{log: v.log, stats: &v.stats, copies: &v.copies, budget: int64(o.Config.SendBudget), memory: newRingMemory(v.log, o.Config), roomTimeout: roomTimeout}
 	v.receiver = receiver{self: &v.own, in: &v.rx, peers: v.peers, log: v.log, maxSleep: maxSleep}
 	over := func() string { return van.PathTo(in, van.Empty, true).Over }
@@ -315,6 +317,9 @@ func (v *Van) Invalidate(mem backend.Mem) {
 	defer cancel()
 	if err := v.dests.Invalidate(ctx, mem); err != nil {
 		v.log.Error("a copy to memory that is taken back does not end", "bytes", mem.Len(), "err", err)
+	}
+	if err := hostmem.Revoke(mem); err != nil {
+		v.log.Error("a peer may still write to a tensor whose call has failed", "bytes", mem.Len(), "err", err)
 	}
 	if r, ok := van.As[van.Invalidator](v.inner); ok {
 		r.Invalidate(mem)
