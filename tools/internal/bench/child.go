@@ -173,7 +173,7 @@ const (
 // transport returns the variables that choose the transport of data.
 func transport(van string) []string {
 	if van == local {
-		return []string{"DMLC_ENABLE_RDMA=" + zmq, "BYTEPS_ENABLE_IPC=1"}
+		return []string{"DMLC_ENABLE_RDMA=" + zmq, "BYTEPS_ENABLE_IPC=1", "STEPAF_SHM_MAP=1"}
 	}
 	return []string{"DMLC_ENABLE_RDMA=" + van, "BYTEPS_ENABLE_IPC=0"}
 }

@@ -14,9 +14,10 @@ import (
 )
 
 // latency has the sizes of round trips with tensors in host memory. With touch, both ends read and write every byte between round trips.
+// With shared, the worker's tensors are those of af.AllocShared, and the server answers in the worker's memory.
 type latency struct {
-	push, pull int
-	touch      bool
+	push, pull    int
+	touch, shared bool
 }
 
 // page is the distance of the stamps in a tensor. The server's answer depends on the request in every page, without a
@@ -70,7 +71,7 @@ func newLatencyServer(l latency, node *postoffice.Node) (end, error) {
 		fill(answers[i].Val.Bytes())
 	}
 	filled := slices.Clone(answers[0].Val.Bytes())
-	turn := 0
+	turn, answer := 0, make([]af.KeyTensor, 1)
 	return nil, s.Handle(func(b af.Batch) {
 		var pushed []byte
 		if p := b.Pushes(); len(p) > 0 {
@@ -83,8 +84,12 @@ func newLatencyServer(l latency, node *postoffice.Node) (end, error) {
 		var out []af.KeyTensor
 		if len(b.Pulls()) > 0 {
 			turn ^= 1
-			stamp(answers[turn].Val.Bytes(), seal(pushed))
-			out = answers[turn : turn+1]
+			answer[0] = answers[turn]
+			if own := b.Pulls()[0].Out; own.Len() > 0 { // it has the bytes between the stamps already
+				answer[0].Val = own
+			}
+			stamp(answer[0].Val.Bytes(), seal(pushed))
+			out = answer
 		}
 		if err := b.Respond(out, af.ByKey); err != nil {
 			node.Log().Error("respond", "err", err)
@@ -114,6 +119,12 @@ func newTensor(b backend.Backend, key uint64, n int) (af.KeyTensor, error) {
 	return af.KeyTensor{Key: key, Val: t}, err
 }
 
+// newShared allocates a tensor of n bytes that a server can map.
+func newShared(_ backend.Backend, key uint64, n int) (af.KeyTensor, error) {
+	t, _, err := af.AllocShared(af.Uint8, int64(n)) // until the process ends
+	return af.KeyTensor{Key: key, Val: t}, err
+}
+
 // latencyWorker makes the round trips.
 type latencyWorker struct {
 	latency
@@ -126,17 +137,22 @@ type latencyWorker struct {
 
 func newLatencyWorker(l latency, node *postoffice.Node) (_ end, err error) {
 	x := &latencyWorker{latency: l, want: make([]byte, l.pull)}
-	push, err := newTensor(node.Backend(), timedKey, l.push)
+	make := newTensor
+	if l.shared {
+		make = newShared
+	}
+	push, err := make(node.Backend(), timedKey, l.push)
 	if err != nil {
 		return nil, err
 	}
-	pull, err := newTensor(node.Backend(), timedKey+1, l.pull)
+	pull, err := make(node.Backend(), timedKey+1, l.pull)
 	if err != nil {
 		return nil, err
 	}
 	x.push, x.pull = push.Val.Bytes(), pull.Val.Bytes()
 	fill(x.want)
 	fill(x.push)
+	copy(x.pull, x.want)
 	x.filled = slices.Clone(x.push)
 	if l.push > 0 {
 		x.pushes = []af.KeyTensor{push}
@@ -172,7 +188,9 @@ func (x *latencyWorker) do(ctx context.Context, _, _ string, _ time.Duration, n 
 		if !bytes.Equal(x.pull, x.want) {
 			return nil, fmt.Errorf("round %d: the answer is not the one to this request", x.seq)
 		}
-		clear(x.pull)
+		if !x.shared {
+			clear(x.pull)
+		}
 	}
 	return ns, nil
 }

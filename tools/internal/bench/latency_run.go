@@ -73,6 +73,9 @@ func runLatency(c *cli.Context) error {
 	if c.Bool("touch") && (at.gpus != nil || c.String("van") == ibverbs) {
 		return exit.Usage("bench: --touch wants --van zmq or local and --device cpu: other floors do not touch their bytes")
 	}
+	if c.Bool("shared") && (at.gpus != nil || c.String("van") != local || c.Bool("touch")) {
+		return exit.Usage("bench: --shared wants --van local and --device cpu, without --touch")
+	}
 	m := &latencyRun{c: c, at: at, way: at.course(c.String("van"))}
 	all := courses[m.way]
 	if all == nil || c.IsSet("push") || c.IsSet("pull") {
@@ -147,7 +150,7 @@ func (m *latencyRun) payload(p payload) error {
 		return err
 	}
 	rep := newLatencyReport(m.way.van, m.at, p, iters, r, cpu)
-	rep.Floor, rep.Load, rep.Touch = floor, c.Bool("load"), c.Bool("touch")
+	rep.Floor, rep.Load, rep.Touch, rep.Shared = floor, c.Bool("load"), c.Bool("touch"), c.Bool("shared")
 	if m.rdma != nil {
 		m.rdma.compare(rep, figures, &m.v)
 	} else {
@@ -158,7 +161,7 @@ func (m *latencyRun) payload(p payload) error {
 
 // measure measures one pair of sizes in blocks, of which the first is the warm-up. Tensors on GPUs are those of bench afd.
 func (m *latencyRun) measure(p payload, blocks []int) (*result, map[string]float64, error) {
-	spec, form := []any{"latency", p.push, p.pull, m.c.Bool("touch")}, formPushPull
+	spec, form := []any{"latency", p.push, p.pull, m.c.Bool("touch"), m.c.Bool("shared")}, formPushPull
 	onGPUs := m.at.gpus != nil
 	if onGPUs {
 		spec = []any{"afd", p.push, p.pull, 1, 0}
@@ -185,7 +188,7 @@ func (m *latencyRun) measure(p payload, blocks []int) (*result, map[string]float
 // childLatency is a node of bench latency with tensors in host memory.
 func childLatency(c *cli.Context, node *postoffice.Node) error {
 	var l latency
-	if err := arguments(c, &l.push, &l.pull, &l.touch); err != nil {
+	if err := arguments(c, &l.push, &l.pull, &l.touch, &l.shared); err != nil {
 		return err
 	}
 	cfg := node.Config()

@@ -30,6 +30,7 @@ type latencyReport struct {
 	Bare       *bareReport        `json:"zmq,omitempty"`
 	Load       bool               `json:"load,omitempty"`           // whether every core was kept busy
 	Touch      bool               `json:"touch,omitempty"`          // whether every byte was read and written between rounds
+	Shared     bool               `json:"shared,omitempty"`         // whether the server maps the worker's tensors
 	Goal       float64            `json:"goal_ratio_p50,omitempty"` // maximum of RatioP50
 	Missed     bool               `json:"missed,omitempty"`
 	CPU        map[string]float64 `json:"cpu_s"`
@@ -93,6 +94,9 @@ func (r *latencyReport) print(w io.Writer) error {
 	}
 	if r.Touch {
 		fmt.Fprintln(w, "every byte was read and written between rounds")
+	}
+	if r.Shared {
+		fmt.Fprintln(w, "the server maps the worker's tensors; both ends touch one word of each 4 KiB")
 	}
 	if r.Note != "" {
 		fmt.Fprintf(w, "note: %s\n", r.Note)
