@@ -417,6 +417,35 @@
 	"Raises ValueError (lengths differ, more rows than the buffer has, and as respond()),\n" \
 	"TypeError, Error."
 
+#define DOC_EMPTY_SHARED \
+	"empty_shared($module, size, /)\n--\n\n" \
+	"Allocate a tensor of size bytes, all 0, that servers on this host can map: with\n" \
+	"STEPAF_SHM_MAP=1 on the server, push_pull() hands over such tensors of at least 32\n" \
+	"KiB without a copy. x.view(dtype).reshape(shape) gives it another form.\n" \
+	"\n" \
+	"A pushed tensor is then the server's input itself: it must not change before the\n" \
+	"answer. The server can compute its answer in a pull tensor, see answer_tensor(). After\n" \
+	"a call that failed, pull tensors keep their address and contents, and late answers\n" \
+	"write nowhere. Each call of empty_shared() uses a file descriptor and whole pages:\n" \
+	"allocate few large tensors and take views. Needs no init().\n" \
+	"\n" \
+	"Raises ValueError (negative size), MemoryError, Error (the system refuses the memory)."
+
+#define DOC_ANSWER_TENSOR \
+	"answer_tensor($module, /, handler, i=0)\n--\n\n" \
+	"Server: the worker's own tensor for pull i of a batch, or None if this server does not\n" \
+	"map it (STEPAF_SHM_MAP, empty_shared()). respond() with that tensor copies nothing:\n" \
+	"\n" \
+	"    y = torch.mm(x, w, out=f.answer_tensor(handler))\n" \
+	"    f.respond([y], handler)\n" \
+	"\n" \
+	"handler: the int from get_batch(). i: index of the pull. Write to the tensor before\n" \
+	"respond() only: afterwards it is the worker's again. None also if the worker is lost,\n" \
+	"or has canceled the batch.\n" \
+	"\n" \
+	"Raises ValueError (unknown handler, no such pull), TypeError, Error (not a server; the\n" \
+	"batch was answered)."
+
 #define DOC_REGISTER_RECV_BUFFER \
 	"register_recv_buffer($module, tensor, worker_ranks, push_keys, /)\n--\n\n" \
 	"Server: receive pushed tensors directly into a tensor of the program.\n" \

@@ -15,6 +15,7 @@
 #include "cuda.h"
 #include "docs.h"
 #include "prepared.h"
+#include "shared.h"
 #include "request.h"
 #include "streams.h"
 #include "tensor.h"
@@ -624,7 +625,7 @@ PyMODINIT_FUNC PyInit_fserver_lib(void) {
   }
   if ((module = PyModule_Create(&definition)) == NULL) return NULL;
   if (call_init(module) < 0 || tensor_in_init() < 0 || tensor_init(module) < 0 || cuda_init(module) < 0 || answer_init(module) < 0 || prepared_init(module) < 0 ||
-      collective_init(module) < 0 || streams_init(module) < 0 || window_init(module) < 0 || at_exit(module) < 0) {
+      collective_init(module) < 0 || streams_init(module) < 0 || window_init(module) < 0 || shared_init(module) < 0 || at_exit(module) < 0) {
     Py_DECREF(module);
     return NULL;
   }

@@ -22,6 +22,8 @@ CALLS = {
     "respond": "(tensors, handler, need_event=False)",
     "refuse": "(handler, reason)",
     "respond_vec": "(ret_buffer, tensors_vec, handler_vec, /)",
+    "empty_shared": "(size, /)",
+    "answer_tensor": "(handler, i=0)",
     "register_recv_buffer": "(tensor, worker_ranks, push_keys, /)",
     "barrier": "(include_server, include_client, instance_barrier=True, *, timeout_ms=None)",
 }
@@ -56,6 +58,7 @@ BEFORE_INIT = {
     "fetch_trace": [(0,)],
     "stats": [()],
     "get_batch": [(), dict(timeout_ms=5)],
+    "answer_tensor": [(0,), (0, 1), dict(handler=0, i=1)],
     "refuse": [(0, "no"), dict(handler=0, reason="no")],
     "respond": [([], 0), ([], 0, True), dict(tensors=[], handler=0, need_event=True)],
     "barrier": [(True, True), (True, False, False), dict(include_server=True, include_client=True, instance_barrier=False),
@@ -81,6 +84,7 @@ MISSHAPEN = [
     ("get_batch", (5,), {}), ("get_nanosecond", (1,), {}), ("init", ("", 1), {}), ("init", (), dict(path="")), ("stop", (1,), {}),
     ("respond", ([],), {}), ("respond", ([], 0, True, 1), {}),
     ("respond_vec", (), dict(ret_buffer=0, tensors_vec=[], handler_vec=[])), ("respond_vec", (0, []), {}),
+    ("empty_shared", (), {}), ("empty_shared", (1, 2), {}), ("answer_tensor", (), {}), ("answer_tensor", (0, 1, 2), {}),
     ("register_recv_buffer", (), dict(tensor=0, worker_ranks=[], push_keys=[])),
     ("barrier", (True,), {}), ("barrier", (True, True, True, 5), {}), ("barrier", (True, True), dict(timeout=5)),
 ]
@@ -118,6 +122,7 @@ WITHOUT_MEMORY = [
     ("wait", (NoMemory(),)), ("wait", (0, NoMemory())), ("poll", (NoMemory(),)), ("get_batch", (), dict(timeout_ms=NoMemory())),
     ("get_batch", (), dict(any=NoMemory())), ("respond", ([], NoMemory())), ("respond", (NoMemory(), 0)), ("respond", ([NoMemory()], 0)),
     ("push_pull", ([], [], [], []), dict(servers=NoMemory())), ("push_pull", ([], [], [], []), dict(servers=[NoMemory()])),
+    ("empty_shared", (NoMemory(),)), ("answer_tensor", (NoMemory(),)), ("answer_tensor", (0, NoMemory())),
     ("register_recv_buffer", (NoMemory(), [0], [1])), ("Communicator", (), dict(id=NoMemory())),
 ]
 
