@@ -133,7 +133,7 @@ func (c *Config) check() error {
 
 func checkAddr(n *van.Node, what string) error {
 	if n.Hostname == "" || len(n.Hostname) > van.MaxHostnameLen ||
-		strings.ContainsFunc(n.Hostname, func(r rune) bool { return !unicode.IsGraphic(r) || r == ' ' }) {
+		strings.ContainsFunc(n.Hostname, func(r rune) bool { return !unicode.IsGraphic(r) || r == ' ' || r == '"' }) {
 		return fmt.Errorf("%s: hostname %q: want 1 to %d bytes, all printable", what, n.Hostname, van.MaxHostnameLen)
 	}
 	if n.Port < 1 || n.Port > 65535 {

@@ -3,6 +3,8 @@ package membership
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -324,6 +326,33 @@ func TestEndedIsOneCause(t *testing.T) {
 	}
 	if len(causes) != 1 {
 		t.Errorf("causes %v, want one", causes)
+	}
+}
+
+// TestRefusedHostIsOneCause: the log counts all refusals of hosts that are not in BYTEPS_ORDERED_HOSTS as one cause. Otherwise unknown
+// processes could hide later warnings: they choose the names.
+func TestRefusedHostIsOneCause(t *testing.T) {
+	s, err := New(Config{Role: van.Scheduler, NumWorkers: 1, NumServers: 1, GroupSize: 1, OrderedHosts: []string{"10.0.0.1"},
+		Scheduler: van.Node{Hostname: "10.0.0.99", Port: 8123}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Start(0)
+	causes := map[string]bool{}
+	for i, host := range []string{"alpha", "beta", "gamma.example", `x"y`, `z"`} {
+		meta := controlAt(int32(i), van.AddNode)
+		meta.Control.Nodes = []van.Node{rec(van.Worker, host, 4001, -1)}
+		if err := s.Step(0, van.Empty, &meta); err != nil {
+			causes[logx.PeerKind(err)] = true
+		}
+		for _, o := range s.Take() {
+			if w, ok := o.(Warning); ok {
+				causes[logx.PeerKind(errors.New(w.Text))] = true
+			}
+		}
+	}
+	if len(causes) != 2 { // one for names that cannot be printed
+		t.Errorf("causes %q, want two", slices.Collect(maps.Keys(causes)))
 	}
 }
 

@@ -154,7 +154,7 @@ func (s *registrations) conflict(rec *van.Node) (why, details string, rivals []*
 			"STEPMESH_GPU and DMLC_RANK_OFFSET", rec.AuxID, rec.Role, n-1, s.cfg.formula(rec.Role)), "", nil
 	}
 	if _, ok := s.hosts[hostaddr.Canonical(rec.Hostname)]; s.hosts != nil && !ok {
-		return fmt.Sprintf("host %s is not in BYTEPS_ORDERED_HOSTS=%v", rec.Hostname, s.cfg.OrderedHosts), "", nil
+		return fmt.Sprintf("host %q is not in BYTEPS_ORDERED_HOSTS=%v", rec.Hostname, s.cfg.OrderedHosts), "", nil
 	}
 	var taken []string
 	var same []*registration

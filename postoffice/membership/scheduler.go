@@ -122,7 +122,7 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 	rec := msg.Control.Nodes[0].Clone()
 	rec.ID, rec.IsRecovery = van.Empty, false
 	if err := checkNode(&rec, "control.node[0]"); err != nil {
-		return s.table.bad(from, msg, "control.node[0].address", rec.Addr(), err.Error())
+		return s.table.bad(from, msg, "control.node[0].address", strconv.Quote(rec.Addr()), err.Error())
 	}
 	switch {
 	case incarnationOf(&rec) != 0 && !numeric(rec.Hostname): // its address could not be proved
