@@ -185,6 +185,35 @@ func TestRefusalsAreBounded(t *testing.T) {
 	}
 }
 
+// TestBrokenRegistrationsAreBounded: processes register, and end before the cluster forms. The scheduler keeps at most maxBroken of
+// their records and connections.
+func TestBrokenRegistrationsAreBounded(t *testing.T) {
+	s := probingMachine(t, van.Scheduler, 1, 1)
+	open := 0
+	for i := range 3 * maxBroken {
+		meta := controlAt(int32(i), van.AddNode)
+		meta.Control.Nodes = []van.Node{rec(van.Worker, fmt.Sprintf("10.9.%d.%d", i/250, 1+i%250), 4001, -1)}
+		if err := s.Step(0, van.Empty, &meta); err != nil {
+			t.Fatal(err)
+		}
+		for _, o := range s.Take() {
+			switch o := o.(type) {
+			case Connect: // to the process before, which has the place
+				open++
+				s.PeerLost(0, o.ID, syscall.ECONNREFUSED)
+			case Disconnect:
+				open--
+			}
+		}
+	}
+	if n := len(s.sched.registrations.list); n > maxBroken+1 || open > maxBroken+1 {
+		t.Errorf("%d records and %d connections, want at most %d of disconnected processes", n, open, maxBroken)
+	}
+	if len(s.Report(0).Present) != 1 {
+		t.Errorf("present: %v, want the last process", s.Report(0).Present)
+	}
+}
+
 // TestDeadNodesBySilence: with t > 0 a node that is silent for longer than t counts, before it is declared dead.
 func TestDeadNodesBySilence(t *testing.T) {
 	w := startWorld(t, 1, 1)

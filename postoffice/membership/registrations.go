@@ -192,7 +192,11 @@ func (s *registrations) present() (nodes []van.Node) {
 	return nodes
 }
 
-// lost no longer counts a registered node whose connection broke.
+// maxBroken bounds the number of registrations whose connection is broken.
+const maxBroken = 256
+
+// lost no longer counts a registered node whose connection broke. It drops the oldest of more than maxBroken such
+// registrations: that node has to register again.
 func (s *registrations) lost(temp int, cause error) {
 	for _, j := range s.list {
 		if j.temp == temp && j.lost == nil {
@@ -200,6 +204,11 @@ func (s *registrations) lost(temp int, cause error) {
 			appendRecent(&s.vanished, vanishedText(j, cause))
 			s.out.emit(Warning{Text: fmt.Sprintf("%s disconnected before the cluster was complete: %s", describe(&j.node), cause)})
 		}
+	}
+	if len(s.list)-len(s.present()) > maxBroken {
+		i := slices.IndexFunc(s.list, func(j *registration) bool { return j.lost != nil })
+		s.out.disconnect(s.list[i].temp)
+		s.list = slices.Delete(s.list, i, i+1)
 	}
 }
 
