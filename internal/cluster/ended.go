@@ -32,6 +32,8 @@ func sendEnded(ctx context.Context, o Options, why error) {
 	if !limits.OS().CanNotify() {
 		return // libzmq would abort the process, and the reason would be lost
 	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), endedTimeout) // the end of ctx may be why the node ends
+	defer cancel()
 	scheduler, err := schedulerRecord(ctx, &c)
 	if err != nil {
 		return
@@ -41,8 +43,6 @@ func sendEnded(ctx context.Context, o Options, why error) {
 	if err != nil {
 		return
 	}
-	ctx, cancel := context.WithTimeout(ctx, endedTimeout)
-	defer cancel()
 	defer func() { _ = v.Close(ctx) }() // Close waits until the message was sent
 	if err := v.Connect(ctx, van.SchedulerID, scheduler); err != nil {
 		return

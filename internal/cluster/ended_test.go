@@ -14,17 +14,23 @@ import (
 )
 
 // TestEndedBeforeItRegistered: a node ends since its resource limits are too low. The waiting nodes report the cause,
-// with a secret too.
+// with a secret too, and if the context of the node's Start has ended.
 func TestEndedBeforeItRegistered(t *testing.T) {
 	for name, secret := range map[string]env.Secret{"no secret": "", "secret": "correct horse battery staple"} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			endedBeforeItRegistered(t, secret)
+			endedBeforeItRegistered(t, secret, t.Context())
 		})
 	}
+	t.Run("context", func(t *testing.T) {
+		t.Parallel()
+		ended, cancel := context.WithCancel(t.Context())
+		cancel()
+		endedBeforeItRegistered(t, "", ended)
+	})
 }
 
-func endedBeforeItRegistered(t *testing.T, secret env.Secret) {
+func endedBeforeItRegistered(t *testing.T, secret env.Secret, worker context.Context) {
 	port, err := freeport.Find()
 	if err != nil {
 		t.Fatal(err)
@@ -53,9 +59,9 @@ func endedBeforeItRegistered(t *testing.T, secret env.Secret) {
 		})
 	}
 	tell := func() {
-		worker := config("worker")
-		worker.ZMQMaxSockets = 1
-		if _, err := postoffice.Start(ctx, postoffice.Options{Config: worker}); err == nil || !strings.Contains(err.Error(), want) {
+		cfg := config("worker")
+		cfg.ZMQMaxSockets, cfg.RootURI = 1, "localhost" // looked up until the context ends
+		if _, err := postoffice.Start(worker, postoffice.Options{Config: cfg}); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("the worker's error is %v, want %q", err, want)
 		}
 	}
