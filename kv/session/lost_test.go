@@ -5,6 +5,7 @@ package session_test
 import (
 	"context"
 	"fmt"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -121,6 +122,39 @@ func TestLeaveForALoss(t *testing.T) {
 		t.Fatal("the controller was not notified that Serve has ended")
 	}
 	vantest.Fails(t, s.Err(), van.ErrPeerLost, "rank 0", "its Serve has ended")
+}
+
+// TestNoticesWithFullQueues: the notice that a session has ended reaches the other side although the send queue is full
+// at first.
+func TestNoticesWithFullQueues(t *testing.T) {
+	for name, head := range map[string]int32{"worker": session.WantAbort, "server": session.WantLeave} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			hook := &hooks.Van{}
+			c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap(name, 0)})
+			r := must[*session.Rank](t)(session.NewRank(c.Servers[0], session.Options{}))
+			ctx, leave := context.WithCancel(t.Context())
+			defer leave()
+			ended := make(chan error, 1)
+			go func() { ended <- r.Serve(ctx) }()
+			s := open(t, c)
+			hook.OnSend(once(head, true, hooks.Refuse(van.ErrQueueFull)))
+			if name == "worker" {
+				s.Close()
+				if err := (ends{ended}).all(t)[0]; err == nil || !strings.Contains(err.Error(), "the controller has ended the session") {
+					t.Errorf("Serve: %v, want the end by the controller", err)
+				}
+				return
+			}
+			leave()
+			select {
+			case <-s.Failed():
+			case <-limit(t).Done():
+				t.Fatal("the controller was not notified that Serve has ended")
+			}
+			vantest.Fails(t, s.Err(), van.ErrPeerLost, "its Serve has ended")
+		})
+	}
 }
 
 // TestCloseWhileFailing: while the ranks are being notified that a session fails, it may be closed by several

@@ -201,11 +201,9 @@ func (s *serving) leave(a *kv.SimpleApp, why error) {
 	if err != nil {
 		return
 	}
-	if c, err := a.Request(wantLeave, body, postoffice.NodeID(to)); err == nil {
-		ctx, cancel := farewell(s.r.node)
-		defer cancel()
-		_ = c.Wait(ctx) // an error means that the controller is lost, too
-	}
+	ctx, cancel := context.WithTimeout(context.Background(), farewell(s.r.node))
+	defer cancel()
+	notify(a, wantLeave, body, to)(ctx)
 }
 
 // asked handles a request. A request for another session is refused.

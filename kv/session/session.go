@@ -40,10 +40,12 @@ type Session struct {
 	id    uint64
 	watch func() // ends the subscription to peer events
 
-	longest int           // maximum size of a body
-	closing sync.Once     // for Close
-	told    chan struct{} // closed when the session's error was sent to the ranks
-	aborts  []kv.Call     // the calls that sent it; read after told is closed
+	longest       int            // maximum size of a body
+	closing       sync.Once      // for Close
+	told          chan struct{}  // closed when fail has sent the session's error to the ranks
+	notices       sync.WaitGroup // the notices of that error, until they are answered; waited for after told is closed
+	noticesCtx    context.Context
+	cancelNotices context.CancelFunc
 
 	order   sync.Mutex // held while a call is numbered and sent; locked before the other locks
 	calls   calls
@@ -62,6 +64,7 @@ func Open(ctx context.Context, node *postoffice.Node, o Options) (*Session, erro
 	s.calls = calls{ranks: ranks{s.node, s.node.Members(van.ServerGroup)}, all: map[uint64]*call{}, tell: wantForget, freed: make(chan struct{}), broken: make(chan struct{})}
 	s.ranks = &s.calls.ranks
 	slices.Sort(s.ranks.ids)
+	s.noticesCtx, s.cancelNotices = context.WithCancel(context.Background())
 	if err := s.begin(o); err != nil {
 		return nil, wrong(s.node, "open", err)
 	}
@@ -161,24 +164,47 @@ func (s *Session) Close() error {
 		s.watch()
 		s.fail(van.ErrClosed)
 		<-s.told // closed by the goroutine that called fail
-		ctx, cancel := farewell(s.node)
-		defer cancel()
-		for _, c := range s.aborts {
-			_ = c.Wait(ctx) // a rank that does not answer is lost, or does not serve
-		}
+		timer := time.AfterFunc(farewell(s.node), s.cancelNotices)
+		defer timer.Stop()
+		s.notices.Wait() // a rank that does not answer is lost, or does not serve
 		_ = s.app.Close()
 	})
 	return nil
 }
 
-// farewell returns a context for the end of a session: the time until the other side has received the notice, or, if
-// messages can be lost, its repetition.
-func farewell(n cluster.App) (context.Context, context.CancelFunc) {
+// farewell returns the time limit at the end of a session: in that time the other side receives the notice, or, if messages can
+// be lost, its repetition.
+func farewell(n cluster.App) time.Duration {
 	limit := 500 * time.Millisecond
 	if c := n.Config(); c.Resend {
 		limit += 2 * c.ResendTimeout
 	}
-	return context.WithTimeout(context.Background(), limit)
+	return limit
+}
+
+// notifyPause is the time between two attempts to notify a node whose send queue is full.
+const notifyPause = 10 * time.Millisecond
+
+// notify sends a node a request about the end of a session. answered waits for the answer until ctx ends. It repeats
+// the request while the node's send queue is full.
+func notify(a *kv.SimpleApp, want int32, body []byte, id int) (answered func(ctx context.Context)) {
+	c, err := a.Request(want, body, postoffice.NodeID(id))
+	return func(ctx context.Context) {
+		for {
+			if err == nil {
+				err = c.Wait(ctx)
+			}
+			if !errors.Is(err, van.ErrQueueFull) {
+				return
+			}
+			select {
+			case <-time.After(notifyPause):
+			case <-ctx.Done():
+				return
+			}
+			c, err = a.Request(want, body, postoffice.NodeID(id))
+		}
+	}
 }
 
 // fail makes the session unusable, ends all calls, and notifies the ranks. Only the first call has an effect.
@@ -195,9 +221,8 @@ func (s *Session) fail(err error) {
 	body, err := q.append(nil, tell)
 	for _, id := range s.ranks.ids {
 		if err == nil {
-			if c, err := s.app.Request(tell, body, postoffice.NodeID(id)); err == nil {
-				s.aborts = append(s.aborts, c)
-			}
+			answered := notify(s.app, tell, body, id)
+			s.notices.Go(func() { answered(s.noticesCtx) })
 		}
 	}
 }
