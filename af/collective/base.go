@@ -66,7 +66,7 @@ type base struct {
 	mu      sync.Mutex
 	epoch   uint64
 	err     error // why calls are refused until Rebuild
-	left    error // a rank has closed the communicator: calls in flight that do not need the rank continue
+	left    error // a rank has closed the communicator: calls in flight that do not need the rank continue until this rank makes another call
 	closed  bool
 	joining bool // in New or Rebuild
 }
@@ -147,6 +147,18 @@ func (b *base) failed(op string, err error) error {
 		e.Hint = "all ranks call Rebuild to go on"
 	}
 	return e
+}
+
+// notMade returns err, the error of a call that reserve has refused. If the reason is that a rank has closed the communicator, notMade
+// fails the communicator: the root of a Broadcast or Scatter waits for this rank, and requests nothing that could be refused.
+func (b *base) notMade(err error) error {
+	b.mu.Lock()
+	left := b.left
+	b.mu.Unlock()
+	if left != nil && errors.Is(err, left) {
+		b.fail(left)
+	}
+	return err
 }
 
 // check returns the first of errs as the error of call k. It runs before anything is sent.

@@ -217,7 +217,7 @@ func (c *Comm) Close() error {
 }
 
 // Shutdown ends the communicator on all ranks. On the other ranks, calls in flight that need this rank fail, and so do
-// all later calls. Shutdown waits until no other rank reads memory of this rank: for Options.Timeout, unless ctx has a
+// all later calls; a later call of a rank also fails that rank's calls in flight. Shutdown waits until no other rank reads memory of this rank: for Options.Timeout, unless ctx has a
 // deadline. If a rank still reads, the error says so; Shutdown may be called again, to wait for longer.
 func (c *Comm) Shutdown(ctx context.Context) error {
 	b := &c.b

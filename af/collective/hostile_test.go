@@ -342,3 +342,39 @@ func TestClosedBeforeAnotherCalls(t *testing.T) {
 		vantest.Fails(t, ops[2].Wait(t.Context()), van.ErrClosed, "rank 1 (worker 1")
 	}
 }
+
+// TestClosedBeforeAnotherReceives: if a rank cannot make a Broadcast or Scatter because another one has closed the communicator, the
+// call fails on the root, which requests nothing.
+func TestClosedBeforeAnotherReceives(t *testing.T) {
+	for name, call := range map[string]func(c *Comm) (Op, error){
+		"broadcast": func(c *Comm) (Op, error) { return c.Broadcast(zeros(8), 2) },
+		"scatter":   func(c *Comm) (Op, error) { return c.Scatter(zeros(8), zeros(24), 2) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			all, _ := comms(t, testcluster.Options{}, 3)
+			op, err := call(all[2])
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := wait(call(all[1])); err != nil {
+				t.Fatal(err)
+			}
+			if err := all[1].Close(); err != nil {
+				t.Error(err)
+			}
+			vantest.Eventually(t, 20*time.Second, "the others are notified", func() bool {
+				for _, b := range []*base{&all[0].b, &all[2].b} {
+					b.mu.Lock()
+					left := b.left
+					b.mu.Unlock()
+					if left == nil {
+						return false
+					}
+				}
+				return true
+			})
+			vantest.Fails(t, wait(call(all[0])), van.ErrClosed, "rank 1 (worker 1")
+			vantest.Fails(t, op.Wait(t.Context()), van.ErrClosed, "rank 0 (worker 0")
+		})
+	}
+}
