@@ -506,6 +506,7 @@ func (o *op) end(err error) {
 	}
 	if drop {
 		go func() { // the caller may be finishing the request
+			<-o.waiter.done // begin, if it runs, has recorded the request
 			o.dropNext(next)
 			l.unref(o)
 		}()

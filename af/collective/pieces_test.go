@@ -2,10 +2,14 @@ package collective
 
 import (
 	"bytes"
+	"errors"
 	"math/rand/v2"
+	"runtime"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/tests/testcluster"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -53,5 +57,34 @@ func TestReductionAfterBegin(t *testing.T) {
 	}
 	if err != nil || !seen {
 		t.Errorf("%v; a request has ended: %t", err, seen)
+	}
+}
+
+// TestFailureWhileBegun: if the communicator fails while begin opens the request of the first call of a large AllReduce, the use of
+// the call ends after begin has recorded the request. Otherwise nobody would wait for the request, which keeps the call.
+func TestFailureWhileBegun(t *testing.T) {
+	for range 20 {
+		all, _ := comms(t, testcluster.Options{}, 1)
+		c, failed := all[0], errors.New("a failure")
+		c.b.customer.OnUnreported(func(n int) { // called by begin when the request has ended
+			if n > 0 {
+				c.fail(failed)
+				for range 100 {
+					runtime.Gosched() // the use of the call may end
+				}
+			}
+		})
+		x := filled(reduceWhole, 1)
+		op, err := c.AllReduce(x, x, Sum)
+		if err == nil {
+			err = op.Wait(t.Context())
+		}
+		vantest.Fails(t, err, failed)
+		vantest.Eventually(t, 5*time.Second, "both calls are free", func() bool {
+			c.b.mu.Lock()
+			defer c.b.mu.Unlock()
+			return len(c.calls.free) == 2
+		})
+		_ = c.Close()
 	}
 }
