@@ -65,7 +65,7 @@ func (b *base) wrong(op string, rank int, err error) error {
 	return &van.Error{Op: op, Node: b.app.Name(), Peer: b.layer.Name(rank), Detail: b.String(), Err: err}
 }
 
-// timestamp returns the timestamp of message seq: an even number. Other messages have odd ones.
+// timestamp returns the timestamp of message seq: an even number. Other messages, and verbClose, have odd ones.
 func (b *base) timestamp(seq uint64) int32 {
 	return int32((uint64(b.first.Load()) + seq<<1) & math.MaxInt32)
 }
@@ -124,6 +124,12 @@ func (p *peer) message(m *van.Message, n *note, push bool, ts int32) *van.Messag
 	m.AppID, m.CustomerID = int32(p.w.id), int32(p.w.id)
 	m.Body = n.append(m.Body)
 	return m
+}
+
+// oddTimestamp returns the next odd timestamp. The inbox's mu is held.
+func (p *peer) oddTimestamp() int32 {
+	p.in.tells++
+	return p.w.timestamp(p.in.tells-1) | 1
 }
 
 // sleepers are the calls that wait for an event of a rank.

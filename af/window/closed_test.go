@@ -113,6 +113,31 @@ func TestCloseBehindOthers(t *testing.T) {
 	}
 }
 
+// TestCloseIsNotCanceled: the notice that a window was closed stays when Close cancels a put to another rank: they have different
+// timestamps.
+func TestCloseIsNotCanceled(t *testing.T) {
+	hook := &hooks.Van{}
+	r := newRig(t, testcluster.Options{Wrap: hook.Wrap("worker", 0)}, 3, Options{Size: 8})
+	hook.OnSend(func(*van.Message) hooks.Verdict { return hooks.Keep })
+	w := r.windows[0]
+	if err := w.Put(t.Context(), 1, 0, tensor(make([]byte, 8))); err != nil {
+		t.Fatal(err)
+	}
+	w.peers[2].out.sayClosed()
+	kept := hook.Kept()
+	if len(kept) != 2 {
+		t.Fatalf("%d messages are kept, want a put and a notice", len(kept))
+	}
+	put, notice := kept[0], kept[1]
+	if q := (van.Requests{App: put.AppID, Customer: put.CustomerID, First: put.Timestamp, Count: 1}); !q.Has(&put.Meta) || q.Has(&notice.Meta) {
+		t.Errorf("the put has timestamp %d, the notice %d", put.Timestamp, notice.Timestamp)
+	}
+	hook.OnSend(nil)
+	if err := hook.SendKept(); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestSameIDWithResend: a window with the application id of an earlier one is not taken for it,
 // though PS_RESEND remembers that one's messages.
 func TestSameIDWithResend(t *testing.T) {

@@ -26,7 +26,7 @@ type inbox struct {
 	told       uint64 // the count in the last verbTaken
 	toldBytes  uint64
 	answer     van.Message        // for verbTaken and verbOver
-	tells      uint64             // number of both
+	tells      uint64             // number of odd timestamps: those of both, and of verbClose
 	early      [ring]*van.Message // messages that arrived before messages with lower numbers
 }
 
@@ -145,9 +145,7 @@ func (i *inbox) tell(taken, bytes uint64) {
 
 // say sends a message that is neither a put nor an answer to one. mu is held.
 func (i *inbox) say(n *note) error {
-	m := i.p.message(&i.answer, n, false, i.p.w.timestamp(i.tells)|1)
-	i.tells++
-	return i.p.w.app.Send(m)
+	return i.p.w.app.Send(i.p.message(&i.answer, n, false, i.p.oddTimestamp()))
 }
 
 // leaves records the counts of a rank that has closed the window.

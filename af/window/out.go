@@ -85,7 +85,13 @@ func (o *outbox) flushed(want uint64) bool {
 func (o *outbox) post(n *note, data backend.Mem) error {
 	w, seq := o.p.w, o.next.Load()
 	n.seq = seq
-	m := o.p.message(&o.msg, n, true, w.timestamp(seq))
+	ts := w.timestamp(seq)
+	if n.verb == verbClose { // messages to different ranks may have one timestamp; takeBack cancels puts by it
+		o.p.in.mu.Lock()
+		ts = o.p.oddTimestamp()
+		o.p.in.mu.Unlock()
+	}
+	m := o.p.message(&o.msg, n, true, ts)
 	var l *lending
 	if data.Len() > 0 {
 		datamsg.SetData(m, keyMem, data, backend.Mem{}, van.TypeOther)
