@@ -74,13 +74,18 @@ def _exchange(number):
     return x
 
 
-def _bring(to, of, rows, what):
-    """Copies the rows of tensors to others, unless they are the same tensors."""
-    if len(to) != len(of):
-        raise f.ValueError("stepaf: %d %s tensors, but %d were prepared" % (len(of), what, len(to)))
-    for i, (mine, given) in enumerate(zip(to, of)):
+def _check(prepared, tensors, what):
+    """Raises ValueError for tensors that do not have the form of the prepared ones."""
+    if len(prepared) != len(tensors):
+        raise f.ValueError("stepaf: %d %s tensors, but %d were prepared" % (len(tensors), what, len(prepared)))
+    for i, (mine, given) in enumerate(zip(prepared, tensors)):
         if mine.shape != given.shape or mine.dtype != given.dtype:
             raise f.ValueError("stepaf: %s tensor %d is %s %s, but %s %s was prepared" % (what, i, given.dtype, tuple(given.shape), mine.dtype, tuple(mine.shape)))
+
+
+def _bring(to, of, rows):
+    """Copies the rows of tensors to others, unless they are the same tensors."""
+    for mine, given in zip(to, of):
         same = mine.data_ptr() == given.data_ptr() and given.is_contiguous()  # a transposed view begins at the same address
         if not same and mine.numel() > 0:
             if rows < 0:
@@ -93,7 +98,8 @@ def _start(exchange, push, pull, rows=-1):
     x = _exchange(exchange)
     if x.started and any(mine.data_ptr() != given.data_ptr() for mine, given in zip(x.push, push)):
         raise f.Error("stepaf: start: the exchange is started already: wait() for that round first, its tensors are being sent")
-    _bring(x.push, push, rows, "push")
+    _check(x.push, push, "push")
+    _bring(x.push, push, rows)
     was = x.rows, x.started
     x.rows, x.started = rows, True  # before start(): KeyboardInterrupt may be raised after the round has begun
     try:
@@ -107,6 +113,7 @@ def _wait(exchange, push, pull, timeout_ms=15000):
     x = _exchange(exchange)
     if not 0 <= timeout_ms <= _LONGEST:  # the exchange would refuse it: the round is still in flight
         raise f.ValueError("stepaf: timeout_ms is %d, want 0 to %d milliseconds" % (timeout_ms, _LONGEST))
+    _check(x.pull, pull, "pull")
     x.waits += 1
     try:
         x.exchange.wait(timeout_ms)
@@ -116,7 +123,7 @@ def _wait(exchange, push, pull, timeout_ms=15000):
     finally:
         x.waits -= 1
     x.started = False
-    _bring(pull, x.pull, x.rows, "pull")
+    _bring(pull, x.pull, x.rows)
 
 
 def _nothing(*args):

@@ -169,6 +169,20 @@ def test_wait_that_ends_no_round(ops):
     assert bool((push == 1).all())
 
 
+def test_wrong_pull_tensors(ops):
+    """Pull tensors that do not fit are refused before the wait: the round stays in flight, and its result is not lost."""
+    push, pull, other = torch.full((4,), 3.0), torch.zeros(4), torch.zeros(4)
+    x = ops.Exchange(OneRound(), [push], [pull])
+    x.exchange.then = lambda: pull.fill_(5)
+    ops._start(x.number, [push], [pull])
+    for bad, text in (([], "0 pull tensors, but 1"), ([torch.zeros(3)], "pull tensor 0 is torch.float32 \\(3,\\), but torch.float32 \\(4,\\) was prepared")):
+        with pytest.raises(f.ValueError, match=text):
+            ops._wait(x.number, [push], bad)
+        assert x.started
+    ops._wait(x.number, [push], [other])
+    assert bool((other == 5).all())
+
+
 def test_interrupted_start(ops):
     """A start that a signal interrupts may have begun the round; one that is refused leaves the round before as it was."""
     push, pull = torch.full((4,), 3.0), torch.zeros(4)
