@@ -48,6 +48,7 @@ type node struct {
 	nextQuestion       time.Duration
 	questionPause      time.Duration // from nextQuestion to the question after it
 	proof              string        // of this node's address: the last one that the scheduler sent there, see proof.go
+	earlyNotices       []*van.Meta   // notices of deaths that have arrived before the table: with PS_RESEND a table may be late
 }
 
 // pendingTable is a message with records that the node has not decided about.
@@ -56,7 +57,7 @@ type pendingTable struct {
 	at  time.Duration
 }
 
-// maxPendingTables bounds the number of pending messages with records.
+// maxPendingTables bounds the number of pending messages with records, and of notices that have arrived before the table.
 const maxPendingTables = 256
 
 func newNode(b core, calls *pendingBarriers) *node {
@@ -162,6 +163,11 @@ func (n *node) handle(now time.Duration, from int, msg *van.Meta) error {
 		}
 	}
 	n.schedulerResumed()
+	early := n.earlyNotices
+	n.earlyNotices = nil
+	for _, msg := range early {
+		_ = n.handle(now, van.SchedulerID, msg) // an error means that it is of another scheduler process
+	}
 	return nil
 }
 
@@ -426,7 +432,10 @@ func (n *node) deathNotice(now time.Duration, msg *van.Meta, what notice) error 
 	switch {
 	case !n.table.has(id) && n.life.phase != joining:
 		return n.table.bad(van.SchedulerID, msg, "body "+what.verb, id, "the id of a node of this cluster")
-	case !n.table.has(id): // notices after the table will name the dead nodes
+	case !n.table.has(id):
+		early := &van.Meta{}
+		early.CopyFrom(msg)
+		n.earlyNotices = appendBounded(n.earlyNotices, early, maxPendingTables)
 	case id == n.table.self.ID:
 		if what.verb != verbBack {
 			n.out.emit(Warning{Text: n.table.name() + ": the scheduler has declared this node dead: " + what.text})
