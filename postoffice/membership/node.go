@@ -310,6 +310,7 @@ func (n *node) schedulerChanged(now time.Duration, rec *van.Node) bool {
 	n.out.connect(van.SchedulerID, n.table.scheduler)
 	n.out.emit(PeerReplaced{van.SchedulerID, n.table.scheduler})
 	clear(n.records.latest) // its timestamps begin anew
+	n.records.resumes = true
 	n.pending.schedulerReplaced()
 	return true
 }
