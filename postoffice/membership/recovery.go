@@ -32,7 +32,7 @@ type schedulerRecovery struct {
 	since         time.Duration         // time at which the first one returned
 	// records is the node table of one of them; it is requested when it is needed.
 	records               []van.Node
-	cluster, generation   uint32        // of the records
+	cluster, generation   uint32        // of the records; after resume, the generation of the resumed table
 	askedAt, nextDecision time.Duration // of and until a request for a table
 	challenges            *challenges
 }
@@ -231,7 +231,7 @@ func (r *schedulerRecovery) resume(now time.Duration, cluster, generation uint32
 		}
 		table = append(table, rec)
 	}
-	r.table.own.Cluster, r.table.tableGeneration, r.life.recovered = cluster, generation, true
+	r.table.own.Cluster, r.table.tableGeneration, r.generation, r.life.recovered = cluster, generation, generation, true
 	r.table.sign(&r.table.self)
 	r.policies.waitUntil = now + recoveryGrace
 	r.monitor.openCluster(now, table)
@@ -268,6 +268,12 @@ func (r *schedulerRecovery) resume(now time.Duration, cluster, generation uint32
 			r.replacements.register(now, j)
 		}
 	}
+}
+
+// replacedUnnoticed reports whether a process with a table of that generation, which returns after resume, replaced member id
+// under the earlier scheduler, and none of the nodes that returned before received its record. Fenced processes have older tables.
+func (r *schedulerRecovery) replacedUnnoticed(id int, cluster, generation uint32) bool {
+	return r.life.recovered && cluster == r.table.own.Cluster && generation > r.generation && r.alive.isDead(id)
 }
 
 // waitLimits returns the scheduler's wait for the other nodes when half of an earlier cluster's nodes have returned,

@@ -93,11 +93,18 @@ func (s *scheduler) fromNonMember(now time.Duration, from int, msg *van.Meta) bo
 		if !ok || who.Incarnation != by || rec.ID != from || !isMember(&rec) || checkNode(&rec, "address") != nil {
 			return false
 		}
+		generation, _ := parseHeartbeatKey(msg.Key)
 		switch {
 		case s.life.phase == joining:
 			s.recovery.heartbeat(now, &rec, who, msg)
 		case by == s.table.incs[from]: // a member, with the table of an earlier scheduler
 			s.replacements.readmit(now, &rec)
+		case s.recovery.replacedUnnoticed(from, who.Cluster, generation) && !s.barriers.departure.waiting():
+			if s.table.hasProof(&rec, msg, verbRejoin) {
+				s.replacements.replaceMember(now, from, rec, 0)
+			} else {
+				s.recovery.challenge(now, &rec)
+			}
 		default:
 			why, details := s.replacements.whyFenced(from, who.Cluster)
 			s.refusals.refuse(now, &rec, why, details)
