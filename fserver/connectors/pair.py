@@ -753,10 +753,16 @@ class FFN(_Side):
         if not self._arrived:
             self._await(end, late, missing)
         while self._arrived:
+            handler, tensors, keys = self._arrived[0]
             try:
-                self._receive(*self._arrived.popleft())
+                self._receive(handler, tensors, keys)
             except Mismatch as e:
                 self._wrong.append(e)  # the other batches are kept
+            except BaseException:
+                if not keys or _parse(keys[0])[0] != DATA or any(i.handler == handler for i in self._slots.values()):
+                    self._arrived.popleft()  # it has had its effect
+                raise
+            self._arrived.popleft()
         self._tell()
 
     def _await(self, end, late, missing):

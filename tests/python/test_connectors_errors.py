@@ -164,6 +164,30 @@ def test_receive_fails(monkeypatch, error):
 
 
 @pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("stored", [False, True])
+def test_examination_fails(monkeypatch, error, stored):
+    """A batch whose examination is interrupted is examined again, unless it is stored already."""
+    monkeypatch.setattr(pair.f, "get_batch", mock.Mock(side_effect=[[batch_of(0, 1), batch_of(1, 2)], [batch_of(0, 3), batch_of(1, 4)]]))
+    side = FFN(0, 2, 1, width=WIDTH, dtype=torch.float32, layers=2)
+    receive, failing = FFN._receive, [error]
+
+    def interrupted(self, *args):
+        if stored:
+            receive(self, *args)
+        if failing:
+            raise failing.pop()("mine")
+        if not stored:
+            receive(self, *args)
+
+    monkeypatch.setattr(FFN, "_receive", interrupted)
+    with pytest.raises(error, match="mine"):
+        side.recv()
+    assert [i.handler for i in side._slots.values()] == [1] * stored
+    for handlers in ([1, 2], [3, 4]):
+        assert side.recv()._handlers == handlers
+
+
+@pytest.mark.parametrize("error", ERRORS)
 def test_join_of_rows_fails(monkeypatch, error):
     """Without memory for the rows of all ranks, recv can be called again."""
     monkeypatch.setattr(pair.f, "get_batch", mock.Mock(side_effect=[[batch_of(0, 1), batch_of(1, 2)]]))
