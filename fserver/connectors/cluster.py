@@ -67,12 +67,21 @@ def join(role, rank, attention, ffn, host="127.0.0.1", port=8123, device=0, tran
             child = start_scheduler()
         f.init(timeout_ms=timeout_ms)
     except BaseException:
-        if child is not None:  # without this rank the scheduler would not end
+        if child is not None and not _joined():  # without this rank the scheduler would not end
             child.kill()
             child.wait()
         if limits:  # the next attempt may have another limit
             del os.environ["STEPAF_START_TIMEOUT"]
         raise
+
+
+def _joined():
+    """Whether this process is a node: Ctrl-C may be raised when f.init() has succeeded."""
+    try:
+        f.stats()
+        return True
+    except f.Error:
+        return False
 
 
 def listening(host, port):

@@ -187,6 +187,19 @@ def test_examination_fails(monkeypatch, error, stored):
         assert side.recv()._handlers == handlers
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_interrupted_join(monkeypatch, joined):
+    """Ctrl-C when f.init() has just succeeded leaves the scheduler that join has started: other ranks have joined, too."""
+    child = mock.Mock()
+    monkeypatch.setattr(cluster, "listening", lambda *args: False)
+    monkeypatch.setattr(cluster, "start_scheduler", lambda: child)
+    monkeypatch.setattr(fserver, "init", mock.Mock(side_effect=KeyboardInterrupt("mine")))
+    monkeypatch.setattr(fserver, "stats", mock.Mock(side_effect=None if joined else f.Error("not initialized")))
+    with mock.patch.dict(os.environ), pytest.raises(KeyboardInterrupt, match="mine"):
+        cluster.join("ffn", 0, 1, 1)
+    assert child.kill.called != joined
+
+
 @pytest.mark.parametrize("error", ERRORS)
 def test_join_of_rows_fails(monkeypatch, error):
     """Without memory for the rows of all ranks, recv can be called again."""
