@@ -44,7 +44,7 @@ type batch struct {
 	places   []span // storage for apart
 	msg      van.Message
 	queued   bool         // in the queue
-	refs     atomic.Int32 // held by the request, and by the queue while the batch is in it
+	refs     atomic.Int32 // held by the request, by start, and by the queue while the batch is in it
 }
 
 // start sends b, whose tensors are checked and retained, or puts it into the queue. It takes ownership of b.
@@ -63,6 +63,8 @@ func (b *batch) start(device bool, o options) (Call, error) {
 	b.queued = event != nil || b.byStream == nil && c.queue.Busy()
 	b.p, b.q = len(b.pushes), len(b.pulls)/len(b.servers)
 	b.Pushes = b.p
+	b.refs.Add(1) // from Open on, the request may fail and be recycled
+	defer b.unref()
 	if err := c.customer.Open(&b.Request, "push_pull", b, b.p+b.q, b.servers); err != nil {
 		c.queue.ReturnEvent(event)
 		b.queued = false

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/tests/vantest"
@@ -64,6 +65,48 @@ func TestRetriesWhileAServerIsAway(t *testing.T) {
 	serve(t, n, echoes(t))
 	expect(t, second, true)
 	works(t, w, 2)
+}
+
+// displaced is a request that calls a function when later requests displace it.
+type displaced struct {
+	cluster.Request
+	recycled func()
+}
+
+func (*displaced) Answer(int, int, *van.Message) error { return nil }
+func (*displaced) Finished(error)                      {}
+func (r *displaced) Recycle()                          { r.recycled() }
+
+// TestDisplacedDuringItsStart: if 4096 requests finish between the failure of a batch and the end of PushPull, no other
+// call uses the batch before PushPull returns.
+func TestDisplacedDuringItsStart(t *testing.T) {
+	const kept = 4096 // finished requests
+	c := testcluster.Start(t, testcluster.Options{})
+	w := newWorker(t, c.Workers[0])
+	gone := peer(t, c.Workers[0], van.ServerID(0))
+	c.Servers[0].Close()
+	expect(t, gone, false)
+	finish := func(recycled func()) {
+		r := &displaced{recycled: recycled}
+		if err := w.Customer().Open(&r.Request, "test", r, 1, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var second af.Call
+	finish(func() { // the batch of first has displaced this request
+		for range kept {
+			finish(func() {})
+		}
+		second, _ = ask(t, w, 1, "second")
+	})
+	for range kept - 1 {
+		finish(func() {})
+	}
+	first, _ := ask(t, w, 1, "first")
+	if first, second := first.Timestamp(), second.Timestamp(); first >= second {
+		t.Errorf("the handlers are %d and %d, want a larger one for the second call", first, second)
+	}
+	vantest.Fails(t, second.Wait(t.Context()), van.ErrPeerLost)
 }
 
 // TestEarlyBatchesOfSeveralWorkers: batches that arrived before the handler was set are served like the others: a
