@@ -153,7 +153,7 @@ func (c *Customer) WaitSlice(ctx context.Context, ts int32, limit, slice time.Du
 	if err == ErrPending {
 		r.mu.Lock()
 		r.waiting = false
-		done, gen := r.state == finished, r.gen
+		done, gen := r.over, r.gen
 		r.mu.Unlock()
 		c.mu.Unlock()
 		if done { // finishIfDone has left it to this waiter

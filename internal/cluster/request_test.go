@@ -4,11 +4,13 @@ import (
 	"errors"
 	"math/rand/v2"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -143,5 +145,48 @@ func TestRequestModel(t *testing.T) {
 		if t.Failed() {
 			t.Fatalf("%d timestamps, %d receivers", n, len(ids))
 		}
+	}
+}
+
+// slowEnd is a Request whose Finished takes as long as the test wants.
+type slowEnd struct {
+	*request
+	entered, release chan struct{}
+}
+
+func (r slowEnd) Finished(error) {
+	close(r.entered)
+	<-r.release
+}
+
+// TestDisplacedAfterItsEnd: a request is not recycled before Finished has returned, even if a WaitSlice ends
+// meanwhile and 4096 others finish.
+func TestDisplacedAfterItsEnd(t *testing.T) {
+	x := customer(t, testcluster.Start(t, testcluster.Options{}))
+	r := slowEnd{newRequest(), make(chan struct{}), make(chan struct{})}
+	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
+		t.Fatal(err)
+	}
+	var answer sync.WaitGroup
+	answer.Go(func() {
+		if err := x.Answer(van.ServerID(0), r.First()); err != nil {
+			t.Error(err)
+		}
+	})
+	<-r.entered
+	vantest.Fails(t, x.WaitSlice(t.Context(), r.First(), 0, time.Nanosecond), cluster.ErrPending)
+	for range 4096 {
+		o := newRequest()
+		if err := x.Open(&o.Request, "test", o, 1, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if len(r.recycled) > 0 {
+		t.Error("recycled before Finished has returned")
+	}
+	close(r.release)
+	answer.Wait()
+	if err := x.Wait(t.Context(), r.First(), time.Minute); err != nil {
+		t.Error(err)
 	}
 }
