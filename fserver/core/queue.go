@@ -446,8 +446,8 @@ const keepAcked = 4096
 // handOut records that a batch has left the queue. A batch of several pushes and no pull needs no answer, and few
 // programs answer it. handOut therefore answers it; only Python then holds its memory. The caller holds q.mu.
 func (q *queue) handOut(it Item) Item {
-	// A batch that GiveBack has returned may be acked already.
-	it.acked = it.acked || !it.Single() && len(it.Pulls()) == 0 && it.Respond(nil) == nil
+	// A batch that GiveBack has returned may be acked already. A server that is closing refuses the answer, but has released the batch.
+	it.acked = it.acked || !it.Single() && len(it.Pulls()) == 0 && (it.Respond(nil) == nil || it.Answered())
 	if it.acked {
 		q.acked.add(it.ID, struct{}{}, keepAcked)
 	} else {

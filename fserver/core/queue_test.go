@@ -10,9 +10,12 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/hooks"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // TestLostInstance: a server waits for its own instance of each worker. The return of another instance is not enough.
@@ -387,4 +390,78 @@ func TestFullWhilePolling(t *testing.T) {
 		}
 	}
 	t.Log("no Poll was quick enough")
+}
+
+// slowDevice is a device whose events end canceled waits as late as the test wants.
+type slowDevice struct {
+	*pretended
+	canceled, release chan struct{}
+}
+
+func (d *slowDevice) NewEvent() (backend.Event, error) {
+	e, err := d.pretended.NewEvent()
+	return &slowEvent{e, d}, err
+}
+
+type slowEvent struct {
+	backend.Event
+	of *slowDevice
+}
+
+func (e *slowEvent) Sync(ctx context.Context) error {
+	<-ctx.Done()
+	close(e.of.canceled)
+	<-e.of.release
+	return ctx.Err()
+}
+
+// TestTakenWhileClosing: while answers wait for the device and the server closes, a batch that needs no answer keeps
+// its memory until its caller releases it.
+func TestTakenWhileClosing(t *testing.T) {
+	hook := &hooks.Van{}
+	dev := &slowDevice{simgpu.New(0), make(chan struct{}), make(chan struct{})}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0), Backend: func(role string, _ int) backend.Backend {
+		return map[string]backend.Backend{"server": dev}[role]
+	}})
+	worker, server := open2(t, c)
+	ask := func(push, pull []af.KeyTensor) {
+		t.Helper()
+		if _, err := worker.PushPull(af.DefaultStream, nil, push, pull); err != nil {
+			t.Fatal(err)
+		}
+	}
+	get := func(items []Item, err error) Item {
+		t.Helper()
+		if err != nil || len(items) != 1 {
+			t.Fatalf("%d batches, %v", len(items), err)
+		}
+		return items[0]
+	}
+	ask(nil, []af.KeyTensor{{Key: 1, Val: tensor(t, make([]byte, 64))}})
+	first := get(server.GetBatch(nil, 20*time.Second))
+	dev.Queue(3, func() { <-dev.release })
+	if err := server.Respond(3, first.ID, []af.KeyTensor{{Val: deviceTensor(t, dev.pretended, make([]byte, 64))}}); err != nil {
+		t.Fatal(err)
+	}
+	first.Release()
+	ask([]af.KeyTensor{{Key: 1, Val: tensor(t, make([]byte, 64))}, {Key: 2, Val: tensor(t, make([]byte, 64))}}, nil)
+	q := server.queue
+	vantest.Eventually(t, 20*time.Second, "the second batch", func() bool { return arrived(q) == 2 })
+	held := hook.Held()
+	closed := make(chan struct{})
+	go func() {
+		defer close(closed)
+		server.server.Close()
+	}()
+	<-dev.canceled
+	items, _, err := q.take(nil, eachOne)
+	second := get(items, err)
+	q.clear() // as at the exit of the node
+	if n := hook.Held(); n != held {
+		t.Errorf("%d messages are held while the second batch is used, want %d", n, held)
+	}
+	second.Release()
+	close(dev.release)
+	<-closed
+	vantest.Eventually(t, 20*time.Second, "no message is held", func() bool { return hook.Held() == 0 })
 }
