@@ -1,6 +1,7 @@
 package af_test
 
 import (
+	"bytes"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -13,34 +14,58 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// mute is a van whose acknowledgements to worker 0 are lost while on is set. The scheduler gets them: it would declare the node
-// lost.
+// mute is a van whose acknowledgements are lost while on is set. The scheduler gets them: it would declare the node lost.
 type mute struct {
 	van.Van
-	on atomic.Bool
+	on          atomic.Bool
+	begun, sent atomic.Int32       // sends of requests that have begun and ended
+	received    func(*van.Message) // called before a data message is delivered; may be nil
 }
 
 func (v *mute) Unwrap() van.Van { return v.Van }
 
+// wrap returns the factory of v, which wraps the van of f.
+func (v *mute) wrap(f van.Factory) van.Factory {
+	return func(o van.Options) (van.Van, error) {
+		var err error
+		v.Van, err = f(o)
+		return v, err
+	}
+}
+
 func (v *mute) Send(m *van.Message) error {
-	if v.on.Load() && m.Control.Cmd == van.Ack && m.Receiver == van.WorkerID(0) {
+	if v.on.Load() && m.Control.Cmd == van.Ack && m.Receiver != van.SchedulerID {
 		return nil
 	}
+	if m.IsControl() || !m.Request {
+		return v.Van.Send(m)
+	}
+	v.begun.Add(1)
+	defer v.sent.Add(1)
 	return v.Van.Send(m)
 }
+
+func (v *mute) Start(recv van.Receiver) {
+	v.Van.Start(func(m *van.Message) {
+		if v.received != nil && !m.IsControl() {
+			v.received(m)
+		}
+		recv(m)
+	})
+}
+
+// resends sets PS_RESEND. Ten tries take longer than any pause of a busy machine.
+func resends(c *postoffice.Config) { c.Resend, c.ResendTimeout = true, 200*time.Millisecond }
 
 // TestNotSentAgain: with PS_RESEND a push tensor is not sent again after its call is over, acknowledged or not,
 // because the application may have changed it.
 func TestNotSentAgain(t *testing.T) {
 	acks, hook := &mute{}, &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{
-		Set: func(c *postoffice.Config) { c.Resend, c.ResendTimeout = true, 200*time.Millisecond }, // ten tries take longer than any pause of a busy machine
+		Set: resends,
 		Wrap: func(role string, rank int, f van.Factory) van.Factory {
 			if role == "server" {
-				return func(o van.Options) (v van.Van, err error) {
-					acks.Van, err = f(o)
-					return acks, err
-				}
+				return acks.wrap(f)
 			}
 			return hook.Wrap("worker", 0)(role, rank, f)
 		}})
@@ -87,4 +112,52 @@ func TestNotSentAgain(t *testing.T) {
 	}
 	acks.on.Store(false)
 	c.Finalize(t)
+}
+
+// TestAnsweredAgain: with PS_RESEND a repeated answer is not written to a pull tensor of a call that has returned, even
+// if the request was sent again after the first answer had arrived.
+func TestAnsweredAgain(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		const size = 64 << 10
+		var answers atomic.Int32
+		worker, server := &mute{}, &mute{}
+		worker.received = func(*van.Message) {
+			if begun := worker.begun.Load(); answers.Load() == 0 {
+				eventually(t, "the request is sent again", func() bool { return worker.sent.Load() > begun })
+			}
+			answers.Add(1)
+		}
+		o.Set = resends
+		o.Wrap = func(role string, rank int, f van.Factory) van.Factory {
+			switch role {
+			case "worker":
+				return worker.wrap(f)
+			case "server":
+				return server.wrap(f)
+			}
+			return f
+		}
+		c := testcluster.Start(t, o)
+		serve(t, c.Servers[0], echoes(t))
+		w := newWorker(t, c.Workers[0])
+		worker.on.Store(true)
+		server.on.Store(true)
+		x, y := make([]byte, size), make([]byte, size)
+		h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, x)}}, [][]af.KeyTensor{{{Key: 2, Val: bytesOf(t, y)}}})
+		if err == nil {
+			err = h.Wait(t.Context())
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		before := answers.Load()
+		fill(y, 7) // the application's again
+		eventually(t, "the answer is sent again", func() bool { return answers.Load() > before })
+		if !bytes.Equal(y, bytes.Repeat([]byte{7}, size)) {
+			t.Error("the repeated answer was written to memory of the application")
+		}
+		worker.on.Store(false)
+		server.on.Store(false)
+		c.Finalize(t)
+	}, testcluster.TCP, testcluster.SHM)
 }

@@ -23,6 +23,7 @@ var ErrInvalidated = errors.New("the memory for the answer was taken back")
 // each has a part of its own, which is found without one. A Table is safe for concurrent use.
 type Table struct {
 	hostFrom int
+	resend   bool
 
 	mu sync.Mutex // guards changes of by
 	by atomic.Pointer[map[int]*peerPlaces]
@@ -43,9 +44,10 @@ type pullID struct{ app, customer, time int32 }
 func pullOf(m *van.Meta, ts int32) pullID { return pullID{m.AppID, m.CustomerID, ts} }
 
 // New makes a Table. Answers of fewer than hostFrom bytes to host memory have no place of
-// their own: the receiver copies them.
-func New(hostFrom int) *Table {
-	t := &Table{hostFrom: hostFrom}
+// their own: the receiver copies them. With resend (PS_RESEND) no answer has a place: a request
+// that is sent again would name the memory of a call that has ended.
+func New(hostFrom int, resend bool) *Table {
+	t := &Table{hostFrom: hostFrom, resend: resend}
 	t.by.Store(&map[int]*peerPlaces{})
 	return t
 }
@@ -79,7 +81,7 @@ func (t *Table) of(peer int) *peerPlaces {
 // Expect is called before msg is sent. If msg is a pull, Into becomes the place of the answer, in a batch that of each pull. Expect reports
 // whether an answer has a place.
 func (t *Table) Expect(msg *van.Message) (needs bool) {
-	if !msg.Request || len(msg.Parts) == 0 && (msg.Push || !t.lands(msg.Into)) {
+	if t.resend || !msg.Request || len(msg.Parts) == 0 && (msg.Push || !t.lands(msg.Into)) {
 		return false
 	}
 	p := t.of(msg.Receiver)

@@ -13,7 +13,7 @@ import (
 
 // TestAnswersApart: a peer whose answers have no place of their own does not wait for others that have places.
 func TestAnswersApart(t *testing.T) {
-	places := New(1 << 10)
+	places := New(1<<10, false)
 	places.mu.Lock()
 	defer places.mu.Unlock()
 	done := make(chan struct{})
@@ -63,7 +63,7 @@ func TestTakenBack(t *testing.T) {
 					}
 				}
 			}
-			places := New(1)
+			places := New(1, false)
 			if !places.Expect(pull) || places.Expected() != 1 {
 				t.Fatalf("%s: %d places, want 1", c.name, places.Expected())
 			}
@@ -116,7 +116,7 @@ func TestTakenBackWhileCopied(t *testing.T) {
 			p := &peerPlaces{}
 			place := &Place{mem: mem, of: p}
 			p.writing = []*Place{place}
-			places := New(1)
+			places := New(1, false)
 			places.by.Store(&map[int]*peerPlaces{8: p})
 			c := &copying{waits: make(chan struct{}), done: make(chan struct{})}
 			if _, err := place.Fill(func() (backend.Event, error) { return c, nil }); err != nil {

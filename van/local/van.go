@@ -68,7 +68,7 @@ var (
 // New wraps in, which must not be bound yet. If shared memory is not available, the van works like in and
 // logs the cause. Use van.As to find the other capabilities of in.
 func New(in van.Van, o van.Options) *Van {
-	v := &Van{inner: in, cfg: o.Config, log: o.Log, backend: o.Backend, dests: landing.New(streamFrom), drainTime: drainTime}
+	v := &Van{inner: in, cfg: o.Config, log: o.Log, backend: o.Backend, dests: landing.New(streamFrom, o.Config.Resend), drainTime: drainTime}
 	v.log = cmp.Or(v.log, slog.New(slog.DiscardHandler))
 	v.drain, v.endDrain = context.WithCancel(context.Background())
 	v.own.id.Store(van.Empty)

@@ -3,7 +3,6 @@ package tcp
 import (
 	"errors"
 	"fmt"
-	"math"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -14,7 +13,6 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
-	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/failback"
 	"github.com/stepaf/stepaf-go/van/landing"
 )
@@ -307,14 +305,6 @@ func (c *inConn) parse() (*inbound, error) {
 
 // placeFrom is the length of answers that are written to the memory that the pull request has named.
 const placeFrom = 4 << 10
-
-// landFrom is placeFrom, unless PS_RESEND is set: a request that is sent again would name the memory of a call that has ended.
-func landFrom(cfg *env.Config) int {
-	if cfg.Resend {
-		return math.MaxInt
-	}
-	return placeFrom
-}
 
 // memory returns memory for the next value of cur, of n bytes, and makes it c.rest. A value of a request gets none, and is dropped, if the batch
 // exceeds the receive budget with it.

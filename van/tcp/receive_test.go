@@ -269,7 +269,7 @@ func TestLongMeta(t *testing.T) {
 // TestMemoryIsUsedAgain: the memory of a received value, and of encoded messages, is used again, and an idle van and connection keep no
 // more of it than their limits.
 func TestMemoryIsUsedAgain(t *testing.T) {
-	n := &common{cfg: env.Default(), places: landing.New(placeFrom)}
+	n := &common{cfg: env.Default(), places: landing.New(placeFrom, false)}
 	const size, class = 3 << 10, 4 << 10
 	for range 3 {
 		p := n.get()

@@ -56,7 +56,7 @@ var (
 func New(in van.Van, o van.Options) *Van {
 	v := &Van{inner: in, engine: o.Engine}
 	n := &v.own
-	n.cfg, n.log, n.incarnation, n.places = o.Config, cmp.Or(o.Log, slog.New(slog.DiscardHandler)), o.Incarnation, landing.New(landFrom(o.Config))
+	n.cfg, n.log, n.incarnation, n.places = o.Config, cmp.Or(o.Log, slog.New(slog.DiscardHandler)), o.Incarnation, landing.New(placeFrom, o.Config.Resend)
 	n.id.Store(van.Empty)
 	n.guard.Keys, n.guard.Log = o.Keys, n.log
 	v.peers = newPeers(n)
