@@ -10,8 +10,10 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/hooks"
+	"github.com/stepaf/stepaf-go/tests/simgpu"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // mute is a van whose acknowledgements are lost while on is set. The scheduler gets them: it would declare the node lost.
@@ -20,6 +22,7 @@ type mute struct {
 	on          atomic.Bool
 	begun, sent atomic.Int32       // sends of requests that have begun and ended
 	received    func(*van.Message) // called before a data message is delivered; may be nil
+	delivered   func(ts int32)     // called after that; may be nil
 }
 
 func (v *mute) Unwrap() van.Van { return v.Van }
@@ -47,10 +50,13 @@ func (v *mute) Send(m *van.Message) error {
 
 func (v *mute) Start(recv van.Receiver) {
 	v.Van.Start(func(m *van.Message) {
-		if v.received != nil && !m.IsControl() {
+		ts, data := m.Timestamp, !m.IsControl()
+		if v.received != nil && data {
 			v.received(m)
 		}
-		recv(m)
+		if recv(m); v.delivered != nil && data {
+			v.delivered(ts)
+		}
 	})
 }
 
@@ -159,5 +165,85 @@ func TestAnsweredAgain(t *testing.T) {
 		worker.on.Store(false)
 		server.on.Store(false)
 		c.Finalize(t)
+	}, testcluster.TCP, testcluster.SHM)
+}
+
+// TestPushedAgain: with PS_RESEND a repeated push is not written to the receive buffer that has a later push by then.
+func TestPushedAgain(t *testing.T) {
+	test := func(t *testing.T, o testcluster.Options, tensor func(role string, b []byte) af.Tensor) {
+		const size = 64 << 10
+		server := &mute{}
+		buffer := make([]byte, size)
+		var first, second af.Call
+		later, repeated := false, make(chan byte, 1) // the buffer's value after the first push was repeated
+		started := make(chan struct{})
+		server.received = func(m *van.Message) {
+			<-started
+			server.on.Store(m.Timestamp == first.Timestamp()) // only the first push is repeated
+		}
+		server.delivered = func(ts int32) {
+			switch {
+			case ts == second.Timestamp():
+				later = true
+			case ts == first.Timestamp() && later && len(repeated) == 0:
+				repeated <- buffer[size-1]
+			}
+		}
+		o.Set = resends
+		o.Wrap = func(role string, rank int, f van.Factory) van.Factory {
+			if role == "server" {
+				return server.wrap(f)
+			}
+			return f
+		}
+		c := testcluster.Start(t, o)
+		batches := make(chan af.Batch, 2)
+		s := serve(t, c.Servers[0], func(b af.Batch) { batches <- b.Retain() })
+		if err := s.RegisterRecvTensor(tensor("server", buffer), []int{0}, []uint64{1}); err != nil {
+			t.Fatal(err)
+		}
+		w := newWorker(t, c.Workers[0])
+		push := func(v byte) af.Call {
+			t.Helper()
+			call, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: tensor("worker", bytes.Repeat([]byte{v}, size))}}, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return call
+		}
+		first, second = push(1), push(2)
+		close(started)
+		select {
+		case v := <-repeated:
+			if v != 2 {
+				t.Errorf("the buffer has %d after the first push was repeated, want 2", v)
+			}
+		case <-time.After(20 * time.Second):
+			t.Fatal("the first push is not repeated")
+		}
+		for _, call := range []af.Call{first, second} {
+			b := <-batches
+			echoes(t)(b)
+			b.Release()
+			if err := call.Wait(t.Context()); err != nil {
+				t.Error(err)
+			}
+		}
+		c.Finalize(t)
+	}
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		t.Run("host", func(t *testing.T) {
+			test(t, o, func(_ string, b []byte) af.Tensor { return bytesOf(t, b) })
+		})
+		t.Run("device", func(t *testing.T) {
+			devices := map[string]*simgpu.Device{"worker": simgpu.New(0), "server": simgpu.New(0)}
+			o.Backend = func(role string, _ int) backend.Backend {
+				if d := devices[role]; d != nil {
+					return d
+				}
+				return nil
+			}
+			test(t, o, func(role string, b []byte) af.Tensor { return deviceTensor(t, devices[role], b) })
+		})
 	}, testcluster.TCP, testcluster.SHM)
 }

@@ -12,7 +12,7 @@ import (
 )
 
 // RecvBuffers is the memory that a server has registered for pushes, by sender and key. Some vans receive values
-// directly into it; for others Place copies. It is safe for concurrent use.
+// directly into it; for others, and with PS_RESEND, Place copies. It is safe for concurrent use.
 type RecvBuffers struct {
 	node *cluster.Node
 	used atomic.Bool                               // a buffer is registered
@@ -49,6 +49,7 @@ func (b *RecvBuffers) Register(buffers ...RecvBuffer) error {
 		return err
 	}
 	reg, direct := van.As[van.BufferRegistrar](b.node.Van())
+	direct = direct && !b.node.App().Config().Resend // a repeated push must not reach a buffer before van/resend has recognized it
 	for i, p := range buffers {
 		k := b.keyOf(p)
 		if direct {
