@@ -77,7 +77,7 @@ var sections = []section{
 		{name: "BYTEPS_ENABLE_IPC", kind: Switch, none: -1, field: func(c *Config) any { return &c.EnableIPC },
 			help: "Shared memory for data between nodes of one machine, of one user, that all run this library. Unset or 1: where it works. 0: never."},
 		{name: "STEPAF_SHM_MAP", kind: Switch, def: "0", field: func(c *Config) any { return &c.SHMMap },
-			help: "Tensors that workers have allocated with `AllocShared` are mapped, not copied. Received tensors are then the workers' memory until the answer."},
+			help: "Workers' tensors of `AllocShared` are mapped, not copied: a received one is the worker's memory until the answer."},
 		{name: "STEPAF_DATA", kind: Enum, words: dataWords, def: DataTCP, field: func(c *Config) any { return &c.Data },
 			help: "Path of data between native nodes that shared memory does not reach. `tcp`: fast, on a data port. `zmq`: as to C++ nodes."},
 	}},
