@@ -22,10 +22,9 @@ type Pull struct {
 	Dtype Dtype
 	Shape []int64 // of the worker's pull tensor
 
-	// Out is the worker's own pull tensor if the worker has allocated it with AllocShared and this server maps it
-	// (STEPAF_SHM_MAP), and an empty tensor otherwise. An answer in Out is not copied. Out belongs to the handler until it
-	// calls Respond or Refuse, or the batch is not wanted any more. What is written there later is lost or, after Respond,
-	// changes the worker's tensor.
+	// Out is the worker's own pull tensor if this server maps it, see AllocShared, and an empty tensor otherwise. An answer
+	// in Out is not copied. The handler may write to Out until it calls Respond or Refuse, or Batch.Wanted is false. Later
+	// writes are lost or, after Respond, change the worker's tensor.
 	Out Tensor
 
 	part van.Part // of the request, without memory
@@ -35,6 +34,9 @@ type Pull struct {
 // is a small value. Push tensors are views of received messages or registered buffers. They and the lists belong to the
 // handler until it calls Respond or Refuse or, with Retain, until the matching Release. Push tensors that are answers stay
 // valid until they have been sent. A registered buffer is overwritten by the next push of its key.
+//
+// With STEPAF_SHM_MAP a push tensor may be the worker's own memory, see AllocShared. The handler must not write to it then. It
+// changes when the batch was answered, also after Retain, and when the batch is not wanted any more.
 type Batch struct {
 	w   *batchState
 	gen uint64
@@ -114,7 +116,7 @@ func (b *batchState) add(x *van.Part, msg *van.Message) error {
 		p.part.Vals, p.part.Into, p.Out = backend.Mem{}, backend.Mem{}, Tensor{}
 		if x.Into.Len() > 0 {
 			p.Out = Tensor{mem: x.Into, dtype: d, ndim: int8(x.Dim), shape: x.Shape}
-			b.hold(msg)
+			b.retainMessage(msg)
 		}
 		p.Shape = append(p.Shape[:0], x.ShapeSlice()...)
 		return nil
@@ -138,13 +140,13 @@ func (b *batchState) add(x *van.Part, msg *van.Message) error {
 		} else {
 			b.bytes += msg.PayloadLen()
 		}
-		b.hold(msg)
+		b.retainMessage(msg)
 	}
 	return nil
 }
 
-// hold keeps msg until the last reference to b is dropped.
-func (b *batchState) hold(msg *van.Message) {
+// retainMessage keeps msg until the last reference to b is dropped.
+func (b *batchState) retainMessage(msg *van.Message) {
 	if n := len(b.msgs); n == 0 || b.msgs[n-1] != msg {
 		b.msgs = append(b.msgs, msg.Retain())
 	}

@@ -188,6 +188,8 @@ func (b *batchState) checkAnswer(outs []KeyTensor, order Order) (device bool, er
 		case t.Len() != p.Len:
 			return false, fmt.Errorf("%w: tensor %s for key %d has %d bytes, the worker's pull tensor %s%v has %d", van.ErrInvalid,
 				t.String(), p.Key, t.Len(), p.Dtype, p.Shape, p.Len)
+		case b.isOutOfOther(i, t.mem):
+			return false, fmt.Errorf("%w: tensor %s for key %d lies in the Out tensor of another pull", van.ErrInvalid, t.String(), p.Key)
 		case !t.mem.OnHost():
 			device = true
 			if err := backend.CheckDevice(b.s.node.Backend(), t.mem); err != nil {
@@ -199,6 +201,16 @@ func (b *batchState) checkAnswer(outs []KeyTensor, order Order) (device bool, er
 		return false, fmt.Errorf("%w: %d tensors for %d pulls", van.ErrInvalid, len(outs), len(b.pulls))
 	}
 	return device, nil
+}
+
+// isOutOfOther reports whether mem lies in the worker's tensor of a pull other than i: the answer to that pull would change it.
+func (b *batchState) isOutOfOther(i int, mem backend.Mem) bool {
+	for k := range b.pulls {
+		if k != i && b.pulls[k].Out.mem.Overlaps(mem) {
+			return true
+		}
+	}
+	return false
 }
 
 // unsent calls done, which may be nil, once for each pull, since no answer is sent.

@@ -3,9 +3,9 @@ package af_test
 import (
 	"bytes"
 	"context"
+	"fmt"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -172,42 +172,118 @@ func TestSharedTensorTakenBack(t *testing.T) {
 	c.Finalize(t)
 }
 
-// TestSharedTensorOfTwoCalls: two tensors of one allocation are pulled at once. One call fails; the answer to the other one is whole,
-// although the allocation has other memory by then.
-func TestSharedTensorOfTwoCalls(t *testing.T) {
-	c := mapsMemory(t)
-	w, s := pair(t, c)
-	batches := make(chan af.Batch, 2)
-	if err := s.Handle(func(b af.Batch) { batches <- b }); err != nil {
-		t.Fatal(err)
-	}
+// TestSharedTensorsOfOneCall: tensors of a call may be parts of one allocation, and pushed and pulled. A server writes only to a pull tensor that is
+// a whole allocation, and its input never changes.
+func TestSharedTensorsOfOneCall(t *testing.T) {
 	const n = 1 << 16
 	whole := shared(t, 2*n, 0)
-	half := func(i int) af.Tensor { return bytesOf(t, whole.Bytes()[i*n:(i+1)*n]) }
-	x := shared(t, n, 1)
-	call := func(y af.Tensor) (af.Call, af.Batch, af.Tensor) {
-		h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: x}}, [][]af.KeyTensor{{{Key: 2, Val: y}}})
-		if err != nil {
-			t.Fatal(err)
+	first, second := bytesOf(t, whole.Bytes()[:n]), bytesOf(t, whole.Bytes()[n:])
+	x, z := shared(t, n, 0), shared(t, n, 0)
+	for _, c := range []struct {
+		name       string
+		push, pull []af.Tensor
+		out        int // the number of pulls that the server can write to
+	}{
+		{"whole allocations", []af.Tensor{x}, []af.Tensor{z}, 1},
+		{"parts", []af.Tensor{first}, []af.Tensor{second}, 0},
+		{"a part, and what it is a part of", []af.Tensor{second}, []af.Tensor{whole}, 1},
+		{"in place", []af.Tensor{x}, []af.Tensor{x}, 1},
+		{"in place, two", []af.Tensor{x, z}, []af.Tensor{x, z}, 2},
+		{"exchanged", []af.Tensor{x, z}, []af.Tensor{z, x}, 2},
+		{"exchanged parts", []af.Tensor{first, second}, []af.Tensor{second, first}, 0},
+	} {
+		for _, echoes := range []bool{false, true} { // the server answers with its input
+			t.Run(fmt.Sprintf("%s, echo %t", c.name, echoes), func(t *testing.T) {
+				cluster := mapsMemory(t)
+				w, s := pair(t, cluster)
+				if err := s.Handle(func(b af.Batch) {
+					var outs []af.KeyTensor
+					written := 0
+					for i, p := range b.Pulls() {
+						in := b.Pushes()[i].Val
+						o := p.Out
+						if o.Len() > 0 {
+							written++
+						}
+						if echoes && in.Len() == p.Len {
+							o = in
+						} else if o.Len() == 0 {
+							o = bytesOf(t, make([]byte, p.Len))
+						}
+						if !echoes {
+							for k := range o.Bytes() {
+								o.Bytes()[k] = 0
+								for j := range b.Pushes() {
+									o.Bytes()[k] += b.Pushes()[j].Val.Bytes()[min(k, n-1)] * byte(1+j+2*i)
+								}
+							}
+						} else if in.Len() != p.Len {
+							fill(o.Bytes(), in.Bytes()[0])
+						}
+						outs = append(outs, af.KeyTensor{Key: p.Key, Val: o})
+					}
+					if written != c.out {
+						t.Errorf("the server can write to %d pull tensors, want %d", written, c.out)
+					}
+					if err := b.Respond(outs); err != nil {
+						t.Error(err)
+					}
+				}); err != nil {
+					t.Fatal(err)
+				}
+				var push, pull []af.KeyTensor
+				for i, x := range c.push {
+					fill(x.Bytes(), byte(10+i))
+					push = append(push, af.KeyTensor{Key: uint64(i), Val: x})
+					pull = append(pull, af.KeyTensor{Key: uint64(i), Val: c.pull[i]})
+				}
+				h, err := w.PushPull(push, [][]af.KeyTensor{pull})
+				if err == nil {
+					err = h.Wait(t.Context())
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+				for i, y := range c.pull {
+					want := byte(10 + i)
+					if !echoes {
+						want = 0
+						for j := range c.push {
+							want += byte(10+j) * byte(1+j+2*i)
+						}
+					}
+					if !isAll(y, want) {
+						t.Errorf("answer %d begins with %d, want %d", i, y.Bytes()[0], want)
+					}
+				}
+				cluster.Finalize(t)
+			})
 		}
-		b := <-batches
-		o := b.Pulls()[0].Out
-		if o.Len() == 0 {
-			t.Fatal("the memory of the pull is not known")
-		}
-		return h, b, o
 	}
-	failing, _, _ := call(half(0))
-	h, b, o := call(half(1))
-	ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
-	defer cancel()
-	vantest.Fails(t, failing.Wait(ctx), van.ErrTimeout)
-	fill(o.Bytes(), 8)
-	if err := b.Respond([]af.KeyTensor{{Val: o}}); err != nil {
+}
+
+// TestSharedTensorOfAnotherPull: an answer in the memory of another pull is refused: the answers would change each other.
+func TestSharedTensorOfAnotherPull(t *testing.T) {
+	c := mapsMemory(t)
+	w, s := pair(t, c)
+	if err := s.Handle(func(b af.Batch) {
+		first, second := b.Pulls()[0].Out, b.Pulls()[1].Out
+		fill(first.Bytes(), 1)
+		fill(second.Bytes(), 2)
+		vantest.Fails(t, b.Respond([]af.KeyTensor{{Val: second}, {Val: first}}), van.ErrInvalid, "key 5", "another pull")
+		if err := b.Respond([]af.KeyTensor{{Val: first}, {Val: second}}); err != nil {
+			t.Error(err)
+		}
+	}); err != nil {
 		t.Fatal(err)
 	}
-	if err := h.Wait(t.Context()); err != nil || !isAll(half(1), 8) || !isAll(half(0), 0) {
-		t.Fatalf("%v, first bytes %d and %d, want 0 and 8", err, half(0).Bytes()[0], half(1).Bytes()[0])
+	x, y, z := shared(t, 1<<16, 7), shared(t, 1<<16, 0), shared(t, 1<<16, 0)
+	h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: x}}, [][]af.KeyTensor{{{Key: 5, Val: y}, {Key: 6, Val: z}}})
+	if err == nil {
+		err = h.Wait(t.Context())
+	}
+	if err != nil || !isAll(y, 1) || !isAll(z, 2) {
+		t.Errorf("%v, answers begin with %d and %d, want 1 and 2", err, y.Bytes()[0], z.Bytes()[0])
 	}
 	c.Finalize(t)
 }

@@ -78,16 +78,19 @@ func FromPointer(p unsafe.Pointer, dev backend.Device, owner any, d Dtype, shape
 	return NewTensor(backend.At(p, n, dev, owner), d, shape...)
 }
 
-// AllocShared allocates a tensor on the host, with contents 0, that servers on this host can map: with STEPAF_SHM_MAP on
-// the server, push_pull through shared memory hands over such a tensor of at least 32 KiB without a copy, both the pushed
-// values and, see Pull.Out, the answers. For all other uses it is like any other memory.
+// AllocShared allocates a tensor on the host, with contents 0, that servers on this host can map (STEPAF_SHM_MAP). For such
+// servers, a call with pulls does not copy, through shared memory:
 //
-// If a call fails, the library gives the allocations of its pull tensors other memory with the same contents, at
-// the same address, so that a late answer writes nowhere. A call that is answered at that moment into another tensor of the
-// same allocation is not affected.
+//   - a pushed tensor of at least 32 KiB that lies in an allocation: the server reads the caller's memory until it answers;
+//   - the answer to a pull of at least 32 KiB whose tensor is a whole allocation, and is not pushed by the same call, if the server
+//     writes the answer into Pull.Out, and PS_RESEND is not set.
 //
-// Each allocation is a file descriptor and whole pages: allocate few large tensors. free frees the tensor when the
-// library does not use it any more; the caller must not use it then.
+// Everywhere else it is like other memory. A server can write to all of an allocation that it maps. When a call fails, the library
+// gives the allocations of its pull tensors other memory with the same contents, at the same address, so that a late answer
+// changes nothing.
+//
+// An allocation uses a file descriptor and whole pages. free frees it when the library does not use it any more; the caller must
+// not use the tensor then.
 func AllocShared(d Dtype, shape ...int64) (t Tensor, free func(), err error) {
 	n, err := byteSize(d, shape)
 	if err != nil {

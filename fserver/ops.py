@@ -83,8 +83,8 @@ def _check(prepared, tensors, what):
             raise f.ValueError("stepaf: %s tensor %d is %s %s, but %s %s was prepared" % (what, i, given.dtype, tuple(given.shape), mine.dtype, tuple(mine.shape)))
 
 
-def _bring(to, of, rows):
-    """Copies the rows of tensors to others, unless they are the same tensors."""
+def _copy_rows(to, of, rows):
+    """Copies the rows of tensors (all, if rows is negative) to others, unless they are the same tensors."""
     for mine, given in zip(to, of):
         same = mine.data_ptr() == given.data_ptr() and given.is_contiguous()  # a transposed view begins at the same address
         if not same and mine.numel() > 0:
@@ -99,7 +99,7 @@ def _start(exchange, push, pull, rows=-1):
     if x.started and any(mine.data_ptr() != given.data_ptr() for mine, given in zip(x.push, push)):
         raise f.Error("stepaf: start: the exchange is started already: wait() for that round first, its tensors are being sent")
     _check(x.push, push, "push")
-    _bring(x.push, push, rows)
+    _copy_rows(x.push, push, rows)
     was = x.rows, x.started
     x.rows, x.started = rows, True  # before start(): KeyboardInterrupt may be raised after the round has begun
     try:
@@ -123,7 +123,7 @@ def _wait(exchange, push, pull, timeout_ms=15000):
     finally:
         x.waits -= 1
     x.started = False
-    _bring(pull, x.pull, x.rows)
+    _copy_rows(pull, x.pull, x.rows)
 
 
 def _nothing(*args):

@@ -149,9 +149,9 @@ func (b *base) failed(op string, err error) error {
 	return e
 }
 
-// notMade returns err, the error of a call that reserve has refused. If the reason is that a rank has closed the communicator, notMade
+// failIfLeft returns err, the error of a call that reserve has refused. If the reason is that a rank has closed the communicator, it
 // fails the communicator: the root of a Broadcast or Scatter waits for this rank, and requests nothing that could be refused.
-func (b *base) notMade(err error) error {
+func (b *base) failIfLeft(err error) error {
 	b.mu.Lock()
 	left := b.left
 	b.mu.Unlock()

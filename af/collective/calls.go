@@ -172,7 +172,7 @@ func (c *Comm) reduceInParts(k call, f folder, out, in af.Tensor) (Op, error) {
 	o1, h, err := c.reserveTwo(&plan{call: k, give: give, fold: f, result: result{to, from}},
 		&plan{call: k, ask: ask, give: share{mem: to, of: everybody}})
 	if err != nil {
-		return Op{}, c.b.notMade(err)
+		return Op{}, c.b.failIfLeft(err)
 	}
 	o1.begin()
 	c.calls.unref(o1)
@@ -225,7 +225,7 @@ func (c *Comm) start(p *plan, on []af.StreamOption) (Op, error) {
 	o, err := c.calls.reserve(p)
 	c.pair.Unlock()
 	if err != nil {
-		return Op{}, c.b.notMade(err)
+		return Op{}, c.b.failIfLeft(err)
 	}
 	h := Op{o, o.gen}
 	o.begin()

@@ -217,8 +217,8 @@ func (c *Comm) Close() error {
 }
 
 // Shutdown ends the communicator on all ranks. On the other ranks, calls in flight that need this rank fail, and so do
-// all later calls; a later call of a rank also fails that rank's calls in flight. Shutdown waits until no other rank reads memory of this rank: for Options.Timeout, unless ctx has a
-// deadline. If a rank still reads, the error says so; Shutdown may be called again, to wait for longer.
+// all later calls. A rank that makes a later call also ends its own calls in flight. Shutdown waits until no other rank
+// reads memory of this rank: for Options.Timeout, unless ctx has a deadline. If a rank still reads, the error says so; Shutdown may be called again, to wait for longer.
 func (c *Comm) Shutdown(ctx context.Context) error {
 	b := &c.b
 	b.mu.Lock()

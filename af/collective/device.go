@@ -87,7 +87,7 @@ func (c *Comm) startBehind(p *plan, on []af.StreamOption) (Op, error) {
 	}
 	if err != nil {
 		c.calls.copies.queue.ReturnEvent(ready)
-		return Op{}, c.b.notMade(err)
+		return Op{}, c.b.failIfLeft(err)
 	}
 	h := Op{o, o.gen}
 	if ready == nil {

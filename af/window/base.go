@@ -128,8 +128,8 @@ func (p *peer) message(m *van.Message, n *note, push bool, ts int32) *van.Messag
 
 // oddTimestamp returns the next odd timestamp. The inbox's mu is held.
 func (p *peer) oddTimestamp() int32 {
-	p.in.tells++
-	return p.w.timestamp(p.in.tells-1) | 1
+	p.in.oddTimestamps++
+	return p.w.timestamp(p.in.oddTimestamps-1) | 1
 }
 
 // sleepers are the calls that wait for an event of a rank.

@@ -20,14 +20,14 @@ type inbox struct {
 	p       *peer
 	signals []atomic.Int64
 
-	mu         sync.Mutex    // held while a message is processed; guards the fields below; locked after the outbox's mu
-	expected   atomic.Uint64 // number of the next message; changed with mu held, as is takenBytes
-	takenBytes atomic.Uint64
-	told       uint64 // the count in the last verbTaken
-	toldBytes  uint64
-	answer     van.Message        // for verbTaken and verbOver
-	tells      uint64             // number of odd timestamps: those of both, and of verbClose
-	early      [ring]*van.Message // messages that arrived before messages with lower numbers
+	mu            sync.Mutex    // held while a message is processed; guards the fields below; locked after the outbox's mu
+	expected      atomic.Uint64 // number of the next message; changed with mu held, as is takenBytes
+	takenBytes    atomic.Uint64
+	told          uint64 // the count in the last verbTaken
+	toldBytes     uint64
+	answer        van.Message        // for verbTaken and verbOver
+	oddTimestamps uint64             // issued: for verbTaken, verbOver and verbClose
+	early         [ring]*van.Message // messages that arrived before messages with lower numbers
 }
 
 // take consumes one count of a signal, if there is one.

@@ -346,7 +346,7 @@ func (w *Window) end() {
 		for _, p := range w.peers {
 			w.quiesce(p)
 			p.in.mu.Lock()
-			used = max(used, p.out.next.Load(), p.in.tells)
+			used = max(used, p.out.next.Load(), p.in.oddTimestamps)
 			p.in.mu.Unlock()
 		}
 		w.base.child.Leave()

@@ -76,7 +76,7 @@ def join(role, rank, attention, ffn, host="127.0.0.1", port=8123, device=0, tran
 
 
 def _joined():
-    """Whether this process is a node: Ctrl-C may be raised when f.init() has succeeded."""
+    """Whether this process is a node: Ctrl-C may be raised after f.init() has succeeded."""
     try:
         f.stats()
         return True

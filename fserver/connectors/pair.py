@@ -760,7 +760,7 @@ class FFN(_Side):
                 self._wrong.append(e)  # the other batches are kept
             except BaseException:
                 if not keys or _parse(keys[0])[0] != DATA or any(i.handler == handler for i in self._slots.values()):
-                    self._arrived.popleft()  # it has had its effect
+                    self._arrived.popleft()  # the batch was stored or answered
                 raise
             self._arrived.popleft()
         self._tell()

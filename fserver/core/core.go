@@ -379,15 +379,6 @@ func (s *Session) Answer(stream af.Stream, id uint64, tensors []af.KeyTensor, do
 	return told, err
 }
 
-// AnswerTensor returns the worker's tensor for pull i of the batch with that id, and the batch, which the caller releases. The tensor is
-// empty, and nothing is to be released, if the server does not map it or the batch was canceled.
-func (s *Session) AnswerTensor(id uint64, i int) (af.Batch, af.Tensor, error) {
-	if s.queue == nil {
-		return af.Batch{}, af.Tensor{}, wrongRole(s, "answer_tensor", "server")
-	}
-	return s.queue.answerTensor(id, i)
-}
-
 // Refuse ends the batch with that id without an answer; see af.Batch.Refuse.
 func (s *Session) Refuse(id uint64, why string) error {
 	if s.queue == nil {

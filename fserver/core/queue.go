@@ -534,30 +534,6 @@ func (q *queue) refuse(id uint64, why error) error {
 	return b.Refuse(why)
 }
 
-// answerTensor is Session.AnswerTensor.
-func (q *queue) answerTensor(id uint64, i int) (af.Batch, af.Tensor, error) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	b, ok := q.out[id]
-	if !ok {
-		_, canceled := q.canceled.of[id]
-		_, acked := q.acked.of[id]
-		if canceled || acked && i == 0 {
-			return af.Batch{}, af.Tensor{}, nil
-		}
-		return af.Batch{}, af.Tensor{}, q.unknown("answer_tensor", id)
-	}
-	pulls := b.Pulls()
-	if i < 0 || i >= len(pulls) {
-		return af.Batch{}, af.Tensor{}, fmt.Errorf("answer_tensor: %w: pull %d of handler %d, which has %d pulls", van.ErrInvalid, i, id, len(pulls))
-	}
-	out := pulls[i].Out
-	if out.Len() > 0 {
-		b.Retain()
-	}
-	return b, out, nil
-}
-
 // canRespond is Session.CanRespond.
 func (q *queue) canRespond(ids []uint64, tensors int) error {
 	q.mu.Lock()

@@ -419,29 +419,32 @@
 
 #define DOC_EMPTY_SHARED \
 	"empty_shared($module, size, /)\n--\n\n" \
-	"Allocate a tensor of size bytes, all 0, that servers on this host can map: with\n" \
-	"STEPAF_SHM_MAP=1 on the server, push_pull() hands over such tensors of at least 32\n" \
-	"KiB without a copy. x.view(dtype).reshape(shape) gives it another form.\n" \
+	"Allocate a uint8 tensor of size bytes, all 0, that servers on this host can map:\n" \
+	"x.view(dtype).reshape(shape) gives it another form. With STEPAF_SHM_MAP=1 on the\n" \
+	"server, a push_pull() with pull tensors does not copy, from 32 KiB on:\n" \
 	"\n" \
-	"A pushed tensor is then the server's input itself: it must not change before the\n" \
-	"answer. The server can compute its answer in a pull tensor, see answer_tensor(). After\n" \
-	"a call that failed, pull tensors keep their address and contents, and late answers\n" \
-	"write nowhere. Each call of empty_shared() uses a file descriptor and whole pages:\n" \
-	"allocate few large tensors and take views. Needs no init().\n" \
+	"- pushed tensors and views of them: the server reads this memory until it answers;\n" \
+	"- answers that the server has written into answer_tensor(). The pull tensor must have\n" \
+	"  all bytes of the allocation, and must not be a push tensor of the same call.\n" \
 	"\n" \
-	"Raises ValueError (negative size), MemoryError, Error (the system refuses the memory)."
+	"After a call that failed, a pull tensor keeps its address and contents, and a late\n" \
+	"answer changes nothing. Each allocation uses a file descriptor and whole pages. It is\n" \
+	"freed with the last tensor. Needs no init().\n" \
+	"\n" \
+	"Raises ValueError (negative, or above 2 GiB - 1), MemoryError, Error (the system\n" \
+	"refuses the memory)."
 
 #define DOC_ANSWER_TENSOR \
 	"answer_tensor($module, /, handler, i=0)\n--\n\n" \
 	"Server: the worker's own tensor for pull i of a batch, or None if this server does not\n" \
-	"map it (STEPAF_SHM_MAP, empty_shared()). respond() with that tensor copies nothing:\n" \
+	"map it (STEPAF_SHM_MAP, empty_shared()). An answer in that tensor is not copied:\n" \
 	"\n" \
 	"    y = torch.mm(x, w, out=f.answer_tensor(handler))\n" \
 	"    f.respond([y], handler)\n" \
 	"\n" \
 	"handler: the int from get_batch(). i: index of the pull. Write to the tensor before\n" \
-	"respond() only: afterwards it is the worker's again. None also if the worker is lost,\n" \
-	"or has canceled the batch.\n" \
+	"respond() only: afterwards it is the worker's again. None also if the batch needs no\n" \
+	"answer, the worker is lost, or has canceled the batch.\n" \
 	"\n" \
 	"Raises ValueError (unknown handler, no such pull), TypeError, Error (not a server; the\n" \
 	"batch was answered)."

@@ -37,7 +37,7 @@ func sf_shared_alloc(n C.int64_t, at *C.uint64_t, t *C.sf_tensor, e *C.sf_error)
 //export sf_answer_tensor
 func sf_answer_tensor(id C.uint64_t, i C.int64_t, t *C.sf_tensor, lease *C.uint64_t, have *C.int, e *C.sf_error) C.int {
 	return with(e, func(s *core.Session) error {
-		b, x, err := s.AnswerTensor(uint64(id), int(i))
+		b, x, err := core.AnswerTensor(s, uint64(id), int(i))
 		if err != nil || x.Len() == 0 {
 			return err
 		}

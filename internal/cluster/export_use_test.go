@@ -34,7 +34,7 @@ func (r *Request) Kept() bool {
 	return r.ringIndex >= 0
 }
 
-// DuringWait makes a Wait for r call f while it looks whether r is finished.
+// DuringWait makes a Wait for r call f while it checks whether r is finished.
 func (r *Request) DuringWait(f func()) {
 	r.isDone = func() bool { f(); return len(r.done) > 0 }
 }

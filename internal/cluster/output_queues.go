@@ -78,7 +78,8 @@ func (t *outputQueues) dispatch(o membership.Output) {
 }
 
 // await waits, for about limit at most, until the last outputs, such as a message with the reason why start-up has failed,
-// have reached the transport. It counts time in parts: a process that gets no processor for a while still sends them.
+// have reached the transport. It waits for ten timers: if the process
+// gets no processor for a while, only one of them expires.
 func (t *outputQueues) await(limit time.Duration) {
 	t.mu.Lock()
 	if len(t.queues) == 0 {

@@ -165,7 +165,8 @@ func (q *requests) remove(r *Request) {
 	q.takeFromRing(r)
 }
 
-// claim gives r to a waiter, who removes and recycles it: the ring does not displace it meanwhile. mu is held.
+// claim takes r out of the ring for a waiter, so that later requests do not displace it. WaitSlice removes r, or returns it to the
+// ring. mu is held.
 func (q *requests) claim(r *Request) {
 	r.mu.Lock()
 	r.waiting = true

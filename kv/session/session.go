@@ -40,12 +40,12 @@ type Session struct {
 	id    uint64
 	watch func() // ends the subscription to peer events
 
-	longest       int            // maximum size of a body
-	closing       sync.Once      // for Close
-	told          chan struct{}  // closed when fail has sent the session's error to the ranks
-	notices       sync.WaitGroup // the notices of that error, until they are answered; waited for after told is closed
-	noticesCtx    context.Context
-	cancelNotices context.CancelFunc
+	longest        int            // maximum size of a body
+	closing        sync.Once      // for Close
+	noticesStarted chan struct{}  // closed when fail has started the notices
+	notices        sync.WaitGroup // the notices of that error, until they are answered; waited for after noticesStarted is closed
+	noticesCtx     context.Context
+	cancelNotices  context.CancelFunc
 
 	order   sync.Mutex // held while a call is numbered and sent; locked before the other locks
 	calls   calls
@@ -60,7 +60,7 @@ const headRoom = 4096
 // next session. While another session is open, the error wraps ErrRefused. It is returned at once if that session has had a
 // call, and within 2 s otherwise.
 func Open(ctx context.Context, node *postoffice.Node, o Options) (*Session, error) {
-	s := &Session{node: (*cluster.Node)(node).App(), longest: math.MaxInt32 - headRoom, told: make(chan struct{}), handles: handles{live: map[uint64]bool{}}}
+	s := &Session{node: (*cluster.Node)(node).App(), longest: math.MaxInt32 - headRoom, noticesStarted: make(chan struct{}), handles: handles{live: map[uint64]bool{}}}
 	s.calls = calls{ranks: ranks{s.node, s.node.Members(van.ServerGroup)}, all: map[uint64]*call{}, tell: wantForget, freed: make(chan struct{}), broken: make(chan struct{})}
 	s.ranks = &s.calls.ranks
 	slices.Sort(s.ranks.ids)
@@ -163,8 +163,8 @@ func (s *Session) Close() error {
 	s.closing.Do(func() {
 		s.watch()
 		s.fail(van.ErrClosed)
-		<-s.told // closed by the goroutine that called fail
-		timer := time.AfterFunc(farewell(s.node), s.cancelNotices)
+		<-s.noticesStarted // closed by the goroutine that called fail
+		timer := time.AfterFunc(endTimeout(s.node), s.cancelNotices)
 		defer timer.Stop()
 		s.notices.Wait() // a rank that does not answer is lost, or does not serve
 		_ = s.app.Close()
@@ -172,9 +172,9 @@ func (s *Session) Close() error {
 	return nil
 }
 
-// farewell returns the time limit at the end of a session: in that time the other side receives the notice, or, if messages can
-// be lost, its repetition.
-func farewell(n cluster.App) time.Duration {
+// endTimeout returns the time in which the other side receives the notice of a session's end: two retransmissions more if PS_RESEND
+// is set.
+func endTimeout(n cluster.App) time.Duration {
 	limit := 500 * time.Millisecond
 	if c := n.Config(); c.Resend {
 		limit += 2 * c.ResendTimeout
@@ -185,9 +185,9 @@ func farewell(n cluster.App) time.Duration {
 // notifyPause is the time between two attempts to notify a node whose send queue is full.
 const notifyPause = 10 * time.Millisecond
 
-// notify sends a node a request about the end of a session. answered waits for the answer until ctx ends. It repeats
-// the request while the node's send queue is full.
-func notify(a *kv.SimpleApp, want int32, body []byte, id int) (answered func(ctx context.Context)) {
+// notify sends a node a request about the end of a session once. finish waits for its answer until ctx ends, and sends it again
+// while the node's send queue is full.
+func notify(a *kv.SimpleApp, want int32, body []byte, id int) (finish func(ctx context.Context)) {
 	c, err := a.Request(want, body, postoffice.NodeID(id))
 	return func(ctx context.Context) {
 		for {
@@ -213,7 +213,7 @@ func (s *Session) fail(err error) {
 	if !first {
 		return
 	}
-	defer close(s.told)
+	defer close(s.noticesStarted)
 	if tell == 0 {
 		return
 	}
@@ -221,8 +221,8 @@ func (s *Session) fail(err error) {
 	body, err := q.append(nil, tell)
 	for _, id := range s.ranks.ids {
 		if err == nil {
-			answered := notify(s.app, tell, body, id)
-			s.notices.Go(func() { answered(s.noticesCtx) })
+			finish := notify(s.app, tell, body, id)
+			s.notices.Go(func() { finish(s.noticesCtx) })
 		}
 	}
 }

@@ -297,11 +297,11 @@ func TestRecordsAfterAPendingTable(t *testing.T) {
 func TestPendingRecordsAreFew(t *testing.T) {
 	m := started(t, attackConfig(van.Worker, 0, 4009))
 	var err error
-	for i := range 2 * maxPendingTables {
+	for i := range 2 * maxPendingMessages {
 		err = m.StepFrom(0, 1, van.OriginHost, tableOf(withID(rec(van.Server, "10.6.6.6", 1+i, -1), 8)))
 	}
-	if n := len(m.node.pendingTables); n != maxPendingTables || err == nil {
-		t.Errorf("%d messages are pending, want %d; the last one: %v", n, maxPendingTables, err)
+	if n := len(m.node.pendingTables); n != maxPendingMessages || err == nil {
+		t.Errorf("%d messages are pending, want %d; the last one: %v", n, maxPendingMessages, err)
 	}
 	own := m.table.self
 	own.ID, own.Endpoint = 9, nil

@@ -48,7 +48,7 @@ type node struct {
 	nextQuestion       time.Duration
 	questionPause      time.Duration // from nextQuestion to the question after it
 	proof              string        // of this node's address: the last one that the scheduler sent there, see proof.go
-	earlyNotices       []*van.Meta   // notices of deaths that have arrived before the table: with PS_RESEND a table may be late
+	pendingNotices     []*van.Meta   // notices of deaths that have arrived before the table: with PS_RESEND a table may be late
 }
 
 // pendingTable is a message with records that the node has not decided about.
@@ -57,8 +57,8 @@ type pendingTable struct {
 	at  time.Duration
 }
 
-// maxPendingTables bounds the number of pending messages with records, and of notices that have arrived before the table.
-const maxPendingTables = 256
+// maxPendingMessages bounds the number of pending messages with records, and of notices that have arrived before the table.
+const maxPendingMessages = 256
 
 func newNode(b core, calls *pendingBarriers) *node {
 	return &node{core: b, pending: calls, policies: nodePolicies{core: b}, records: records{core: b, pending: calls, latest: map[int]latestRecord{}}}
@@ -163,10 +163,10 @@ func (n *node) handle(now time.Duration, from int, msg *van.Meta) error {
 		}
 	}
 	n.schedulerResumed()
-	early := n.earlyNotices
-	n.earlyNotices = nil
+	early := n.pendingNotices
+	n.pendingNotices = nil
 	for _, msg := range early {
-		_ = n.handle(now, van.SchedulerID, msg) // an error means that it is of another scheduler process
+		_ = n.handle(now, van.SchedulerID, msg) // a notice of another scheduler process, or about an id that the table does not have, is dropped
 	}
 	return nil
 }
@@ -223,9 +223,9 @@ func (n *node) deferTable(now time.Duration, from int, msg *van.Meta) error {
 	if _, err := n.records.ownRecord(msg); err == nil {
 		n.pendingTables = nil
 	}
-	if len(n.pendingTables) == maxPendingTables {
+	if len(n.pendingTables) == maxPendingMessages {
 		return n.table.bad(from, msg, "control.node", fmt.Sprintf("%d records", len(msg.Control.Nodes)),
-			fmt.Sprintf("none, since %d messages with records wait until it is known whose they are", maxPendingTables))
+			fmt.Sprintf("none, since %d messages with records wait until it is known whose they are", maxPendingMessages))
 	}
 	t := pendingTable{new(van.Meta), now}
 	t.msg.CopyFrom(msg)
@@ -310,7 +310,7 @@ func (n *node) schedulerChanged(now time.Duration, rec *van.Node) bool {
 	n.out.connect(van.SchedulerID, n.table.scheduler)
 	n.out.emit(PeerReplaced{van.SchedulerID, n.table.scheduler})
 	clear(n.records.latest) // its timestamps begin anew
-	n.records.resumes = true
+	n.records.awaitsTable = true
 	n.pending.schedulerReplaced()
 	return true
 }
@@ -436,7 +436,7 @@ func (n *node) deathNotice(now time.Duration, msg *van.Meta, what notice) error 
 	case !n.table.has(id):
 		early := &van.Meta{}
 		early.CopyFrom(msg)
-		n.earlyNotices = appendBounded(n.earlyNotices, early, maxPendingTables)
+		n.pendingNotices = appendBounded(n.pendingNotices, early, maxPendingMessages)
 	case id == n.table.self.ID:
 		if what.verb != verbBack {
 			n.out.emit(Warning{Text: n.table.name() + ": the scheduler has declared this node dead: " + what.text})

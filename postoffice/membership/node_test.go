@@ -185,12 +185,12 @@ func TestRefusalsAreBounded(t *testing.T) {
 	}
 }
 
-// TestBrokenRegistrationsAreBounded: processes register, and end before the cluster forms. The scheduler keeps at most maxBroken of
+// TestBrokenRegistrationsAreBounded: processes register, and end before the cluster forms. The scheduler keeps at most maxLostRegistrations of
 // their records and connections.
 func TestBrokenRegistrationsAreBounded(t *testing.T) {
 	s := probingMachine(t, van.Scheduler, 1, 1)
 	open := 0
-	for i := range 3 * maxBroken {
+	for i := range 3 * maxLostRegistrations {
 		meta := controlAt(int32(i), van.AddNode)
 		meta.Control.Nodes = []van.Node{rec(van.Worker, fmt.Sprintf("10.9.%d.%d", i/250, 1+i%250), 4001, -1)}
 		if err := s.Step(0, van.Empty, &meta); err != nil {
@@ -206,8 +206,8 @@ func TestBrokenRegistrationsAreBounded(t *testing.T) {
 			}
 		}
 	}
-	if n := len(s.sched.registrations.list); n > maxBroken+1 || open > maxBroken+1 {
-		t.Errorf("%d records and %d connections, want at most %d of disconnected processes", n, open, maxBroken)
+	if n := len(s.sched.registrations.list); n > maxLostRegistrations+1 || open > maxLostRegistrations+1 {
+		t.Errorf("%d records and %d connections, want at most %d of disconnected processes", n, open, maxLostRegistrations)
 	}
 	if len(s.Report(0).Present) != 1 {
 		t.Errorf("present: %v, want the last process", s.Report(0).Present)

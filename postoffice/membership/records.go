@@ -15,10 +15,10 @@ import (
 // records handles the scheduler's node records.
 type records struct {
 	core
-	pending *pendingBarriers
-	latest  map[int]latestRecord // the scheduler's latest message about each node, see outdated
-	linked  []int                // nodes of this one's role, see Machine.Link
-	resumes bool                 // the table with which a restarted scheduler has resumed the cluster has not arrived: its members are alive
+	pending     *pendingBarriers
+	latest      map[int]latestRecord // the scheduler's latest message about each node, see outdated
+	linked      []int                // nodes of this one's role, see Machine.Link
+	awaitsTable bool                 // the table with which a restarted scheduler has resumed the cluster has not arrived: its members are alive
 }
 
 // latestRecord has the timestamp of a message and the time of its arrival.
@@ -45,7 +45,7 @@ func (r *records) step(now time.Duration, msg *van.Meta) error {
 		}
 	}
 	if slices.ContainsFunc(msg.Control.Nodes, func(n van.Node) bool { return n.Role == van.Scheduler }) {
-		r.resumes = false
+		r.awaitsTable = false
 	}
 	if complete { // otherwise the next heartbeats request the whole table
 		r.noteGeneration(msg)
@@ -240,7 +240,7 @@ func (r *records) update(now time.Duration, n *van.Node) {
 		return
 	}
 	if !moved && (r.table.native(n.ID) || !n.IsRecovery || h.deadFor == 0 && old.IsRecovery) {
-		if r.resumes {
+		if r.awaitsTable {
 			r.pending.peerAlive(now, n.ID, declared)
 		}
 		return // unchanged

@@ -270,9 +270,9 @@ func (r *schedulerRecovery) resume(now time.Duration, cluster, generation uint32
 	}
 }
 
-// replacedUnnoticed reports whether a process with a table of that generation, which returns after resume, replaced member id
+// isUnknownReplacement reports whether a process with a table of that generation, which returns after resume, replaced member id
 // under the earlier scheduler, and none of the nodes that returned before received its record. Fenced processes have older tables.
-func (r *schedulerRecovery) replacedUnnoticed(id int, cluster, generation uint32) bool {
+func (r *schedulerRecovery) isUnknownReplacement(id int, cluster, generation uint32) bool {
 	return r.life.recovered && cluster == r.table.own.Cluster && generation > r.generation && r.alive.isDead(id)
 }
 

@@ -192,10 +192,10 @@ func (s *registrations) present() (nodes []van.Node) {
 	return nodes
 }
 
-// maxBroken bounds the number of registrations whose connection is broken.
-const maxBroken = 256
+// maxLostRegistrations bounds the number of registrations whose connection is broken.
+const maxLostRegistrations = 256
 
-// lost no longer counts a registered node whose connection broke. It drops the oldest of more than maxBroken such
+// lost no longer counts a registered node whose connection broke. It drops the oldest of more than maxLostRegistrations such
 // registrations: that node has to register again.
 func (s *registrations) lost(temp int, cause error) {
 	for _, j := range s.list {
@@ -205,7 +205,7 @@ func (s *registrations) lost(temp int, cause error) {
 			s.out.emit(Warning{Text: fmt.Sprintf("%s disconnected before the cluster was complete: %s", describe(&j.node), cause)})
 		}
 	}
-	if len(s.list)-len(s.present()) > maxBroken {
+	if len(s.list)-len(s.present()) > maxLostRegistrations {
 		i := slices.IndexFunc(s.list, func(j *registration) bool { return j.lost != nil })
 		s.out.disconnect(s.list[i].temp)
 		s.list = slices.Delete(s.list, i, i+1)

@@ -99,7 +99,7 @@ func (s *scheduler) fromNonMember(now time.Duration, from int, msg *van.Meta) bo
 			s.recovery.heartbeat(now, &rec, who, msg)
 		case by == s.table.incs[from]: // a member, with the table of an earlier scheduler
 			s.replacements.readmit(now, &rec)
-		case s.recovery.replacedUnnoticed(from, who.Cluster, generation) && !s.barriers.departure.waiting():
+		case s.recovery.isUnknownReplacement(from, who.Cluster, generation) && !s.barriers.departure.waiting():
 			if s.table.hasProof(&rec, msg, verbRejoin) {
 				s.replacements.replaceMember(now, from, rec, 0)
 			} else {

@@ -1,12 +1,10 @@
-// Package hostmem allocates host memory that other processes of this host can map: tensors in it are handed over
-// without a copy.
+// Package hostmem allocates host memory that other processes of this host can map, so that values in it need no copy.
 package hostmem
 
 import (
 	"cmp"
 	"errors"
 	"fmt"
-	"math/bits"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -18,125 +16,127 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Memory is an allocation. It is the owner of its backend.Mem, which counts the users: the memory is unmapped when Free
-// was called and no transport uses it any more.
-type Memory struct {
+// Allocation is memory that is mapped from a file of its own. It is the owner of its backend.Mem, and counts the users: the
+// memory is unmapped when Free was called and no transport uses it any more.
+type Allocation struct {
 	base  unsafe.Pointer
 	size  int // whole pages
 	users atomic.Int32
 	free  sync.Once
 
-	mu    sync.RWMutex // locked while the file is replaced
-	file  atomic.Pointer[File]
-	shown atomic.Bool // a peer may write to the file
+	mu   sync.RWMutex // locked while the file is replaced
+	file atomic.Pointer[File]
 }
 
-// File is the file of an allocation.
+// File is the file of an allocation. Another file that replaces it has another inode.
 type File struct {
-	FD   int
-	Name uint64 // its inode number; a file that replaces it has another one
+	FD    int
+	Inode uint64
+
+	writable atomic.Bool // a peer may write to it
 }
 
-// Addresses are a property of the process, and so is this list: all nodes of a process use it.
+// allocations are those of the process, as its addresses are; all its nodes use them.
 var allocations struct {
-	mu    sync.Mutex                // guards changes
-	list  atomic.Pointer[[]*Memory] // by address
+	mu    sync.Mutex                    // guards changes
+	list  atomic.Pointer[[]*Allocation] // by address
 	freed atomic.Uint64
 }
 
-// Freed is the number of allocations that were unmapped so far.
+// Freed returns how many allocations were unmapped so far.
 func Freed() uint64 { return allocations.freed.Load() }
 
 // Alloc allocates n bytes, with contents 0. Free frees them.
 func Alloc(n int) (backend.Mem, error) {
-	if n < 0 || n > 1<<bits.UintSize/4-1 {
-		return backend.Mem{}, fmt.Errorf("shared memory of %d bytes, want 0 or more", n)
+	const most = 1 << 46
+	if n < 0 || n > most {
+		return backend.Mem{}, fmt.Errorf("shared memory of %d bytes, want 0 to %d", n, most)
 	}
-	m := &Memory{size: max(roundUp(n), pageSize)}
-	m.users.Store(1)
-	file, err := newFile(m.size)
+	a := &Allocation{size: pages(n)}
+	a.users.Store(1)
+	file, err := newFile(a.size)
 	if err != nil {
 		return backend.Mem{}, err
 	}
-	m.file.Store(&file)
-	if m.base, err = unix.MmapPtr(file.FD, 0, nil, uintptr(m.size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_POPULATE); err != nil {
-		return backend.Mem{}, errors.Join(fmt.Errorf("map shared memory of %d bytes: %w", m.size, err), unix.Close(file.FD))
+	a.file.Store(file)
+	if a.base, err = unix.MmapPtr(file.FD, 0, nil, uintptr(a.size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_POPULATE); err != nil {
+		return backend.Mem{}, errors.Join(fmt.Errorf("map shared memory of %d bytes: %w", a.size, err), unix.Close(file.FD))
 	}
-	change(func(list []*Memory) []*Memory {
-		i, _ := search(list, m.addr())
-		return slices.Insert(list, i, m)
+	change(func(list []*Allocation) []*Allocation {
+		i, _ := search(list, a.addr())
+		return slices.Insert(list, i, a)
 	})
-	return backend.At(m.base, n, backend.Host, m), nil
+	return backend.At(a.base, n, backend.Host, a), nil
 }
 
-const pageSize = 4096 // a larger page is a multiple of it, and the kernel rounds up
+// pageSize is the size of a small page. Larger ones are multiples of it.
+const pageSize = 4096
 
-func roundUp(n int) int { return (n + pageSize - 1) &^ (pageSize - 1) }
+// pages returns the bytes of the pages for n bytes, at least one page.
+func pages(n int) int { return max((n+pageSize-1)&^(pageSize-1), pageSize) }
 
-func newFile(size int) (File, error) {
+func newFile(size int) (*File, error) {
 	fd, err := memfd.New(size)
 	if err != nil {
-		return File{}, err
+		return nil, err
 	}
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
-		return File{}, errors.Join(fmt.Errorf("fstat: %w", err), unix.Close(fd))
+		return nil, errors.Join(fmt.Errorf("fstat: %w", err), unix.Close(fd))
 	}
-	return File{fd, st.Ino}, nil
+	return &File{FD: fd, Inode: st.Ino}, nil
 }
 
-// Free frees memory that Alloc has returned, once no transport uses it. Other memory, and memory that was freed, are
-// left alone.
+// Free frees memory that Alloc has returned, once no transport uses it. For other memory, and memory that was freed, it does
+// nothing.
 func Free(mem backend.Mem) {
-	if m, ok := mem.Owner().(*Memory); ok {
-		m.free.Do(m.Release)
+	if a, ok := mem.Owner().(*Allocation); ok {
+		a.free.Do(a.Release)
 	}
 }
 
 // Retain implements backend.Holder.
-func (m *Memory) Retain() { m.users.Add(1) }
+func (a *Allocation) Retain() { a.users.Add(1) }
 
 // Release implements backend.Holder.
-func (m *Memory) Release() {
-	if m.users.Add(-1) > 0 {
+func (a *Allocation) Release() {
+	if a.users.Add(-1) > 0 {
 		return
 	}
-	change(func(list []*Memory) []*Memory {
-		return slices.DeleteFunc(list, func(x *Memory) bool { return x == m })
+	change(func(list []*Allocation) []*Allocation {
+		return slices.DeleteFunc(list, func(x *Allocation) bool { return x == a })
 	})
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	_ = unix.MunmapPtr(m.base, uintptr(m.size))
-	_ = unix.Close(m.file.Load().FD)
+	_ = unix.MunmapPtr(a.base, uintptr(a.size))
+	_ = unix.Close(a.file.Load().FD)
 	allocations.freed.Add(1)
 }
 
 // change replaces the list by what f makes of a copy.
-func change(f func(list []*Memory) []*Memory) {
+func change(f func(list []*Allocation) []*Allocation) {
 	allocations.mu.Lock()
 	defer allocations.mu.Unlock()
 	list := f(slices.Clone(all()))
 	allocations.list.Store(&list)
 }
 
-func all() []*Memory {
+func all() []*Allocation {
 	if l := allocations.list.Load(); l != nil {
 		return *l
 	}
 	return nil
 }
 
-func search(list []*Memory, addr uint64) (int, bool) {
-	return slices.BinarySearchFunc(list, addr, func(m *Memory, a uint64) int { return cmp.Compare(m.addr(), a) })
+func search(list []*Allocation, addr uint64) (int, bool) {
+	return slices.BinarySearchFunc(list, addr, func(a *Allocation, addr uint64) int { return cmp.Compare(a.addr(), addr) })
 }
 
-func (m *Memory) addr() uint64 { return uint64(uintptr(m.base)) }
+func (a *Allocation) addr() uint64 { return uint64(uintptr(a.base)) }
 
-// Extent is the address and the length of the allocation.
-func (m *Memory) Extent() (addr uint64, n int) { return m.addr(), m.size }
+// Extent returns the address and the length of the allocation.
+func (a *Allocation) Extent() (addr uint64, n int) { return a.addr(), a.size }
 
-// Of returns the allocation that all of mem lies in, or nil. The caller has a user of it.
-func Of(mem backend.Mem) *Memory {
+// Find returns the allocation that all of mem lies in, or nil. The caller holds a reference to mem.
+func Find(mem backend.Mem) *Allocation {
 	list := all()
 	if len(list) == 0 || mem.Len() == 0 || !mem.OnHost() {
 		return nil
@@ -145,13 +145,10 @@ func Of(mem backend.Mem) *Memory {
 	if !exact {
 		i--
 	}
-	if i < 0 {
+	if i < 0 || mem.Addr()+uint64(mem.Len()) > list[i].addr()+uint64(list[i].size) {
 		return nil
 	}
-	if m := list[i]; mem.Addr()+uint64(mem.Len()) <= m.addr()+uint64(m.size) {
-		return m
-	}
-	return nil
+	return list[i]
 }
 
 // Allocated reports whether an allocation begins at addr.
@@ -160,60 +157,60 @@ func Allocated(addr uint64) bool {
 	return ok
 }
 
-// Show returns the file of m for a peer, which will map it. writes says that the peer may write to it.
-func (m *Memory) Show(writes bool) File {
-	if writes && !m.shown.Load() {
-		m.mu.RLock() // Revoke clears shown
-		defer m.mu.RUnlock()
-		m.shown.Store(true)
-	}
-	return *m.file.Load()
+// IsWhole reports whether mem, which lies in a, is all of it but a rest of its last page.
+func (a *Allocation) IsWhole(mem backend.Mem) bool {
+	return mem.Addr() == a.addr() && pages(mem.Len()) == a.size
 }
 
-// Has reports whether mem lies in the file with that name. What a peer has written there before it said so is in mem
-// then.
-func Has(mem backend.Mem, name uint64) bool {
-	m := Of(mem)
-	if m == nil {
+// Export returns the file of a for a peer, which will map it. writable says that the peer may write to it.
+func (a *Allocation) Export(writable bool) *File {
+	f := a.file.Load()
+	if writable && !f.writable.Load() {
+		f.writable.Store(true)
+	}
+	return f
+}
+
+// HasFile reports whether mem lies in the file with that inode. If so, mem has everything that a peer wrote to the file before
+// it sent its message.
+func HasFile(mem backend.Mem, inode uint64) bool {
+	a := Find(mem)
+	if a == nil {
 		return false
 	}
-	m.mu.RLock()
-	defer m.mu.RUnlock()
-	return m.file.Load().Name == name
+	a.mu.RLock()
+	defer a.mu.RUnlock()
+	return a.file.Load().Inode == inode
 }
 
-// Revoke gives the allocation of mem another file, with the same contents at the same address, if a peer may write to its
-// file: what the peer writes from now on is lost. Answers that other peers are writing to the same allocation are not
-// in it either; Has tells. Other memory is left alone.
+// Revoke gives an allocation another file, with the same contents at the same address, if a peer may write to its file: what
+// the peer writes from now on is lost. mem is the whole allocation, and only that peer may write to it meanwhile; for other
+// memory Revoke does nothing.
 func Revoke(mem backend.Mem) error {
-	m := Of(mem)
-	if m == nil {
+	a := Find(mem)
+	if a == nil || !a.IsWhole(mem) {
 		return nil
 	}
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if !m.shown.Load() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if !a.file.Load().writable.Load() {
 		return nil
 	}
-	file, err := newFile(m.size)
+	file, err := newFile(a.size)
 	if err != nil {
 		return fmt.Errorf("take memory back from peers: %w", err)
 	}
-	// The contents are copied through a mapping of their own, which then replaces the allocation's: threads that read the
-	// memory see the same bytes before and after.
-	to, err := unix.MmapPtr(file.FD, 0, nil, uintptr(m.size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
-	if err != nil {
-		return errors.Join(fmt.Errorf("take memory back from peers: map %d bytes: %w", m.size, err), unix.Close(file.FD))
-	}
-	copy(unsafe.Slice((*byte)(to), m.size), unsafe.Slice((*byte)(m.base), m.size))
-	err = unix.MunmapPtr(to, uintptr(m.size))
+	// The contents are copied through another mapping first: threads that read the memory see the same bytes before and
+	// after.
+	to, err := unix.MmapPtr(file.FD, 0, nil, uintptr(a.size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err == nil {
-		_, err = unix.MmapPtr(file.FD, 0, m.base, uintptr(m.size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_FIXED|unix.MAP_POPULATE)
+		copy(unsafe.Slice((*byte)(to), a.size), unsafe.Slice((*byte)(a.base), a.size))
+		if err = unix.MunmapPtr(to, uintptr(a.size)); err == nil {
+			_, err = unix.MmapPtr(file.FD, 0, a.base, uintptr(a.size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_FIXED|unix.MAP_POPULATE)
+		}
 	}
 	if err != nil {
-		return errors.Join(fmt.Errorf("take memory back from peers: map %d bytes: %w", m.size, err), unix.Close(file.FD))
+		return errors.Join(fmt.Errorf("take memory back from peers: map %d bytes: %w", a.size, err), unix.Close(file.FD))
 	}
-	_ = unix.Close(m.file.Swap(&file).FD)
-	m.shown.Store(false)
-	return nil
+	return unix.Close(a.file.Swap(file).FD)
 }

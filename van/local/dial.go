@@ -216,7 +216,8 @@ func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment, file *ringFile
 	}
 	d.log.Info("data goes through shared memory", args...)
 	l := newOutLink(d.out, id, conn, seg, file, bell, verdict == verdictRead, device)
-	l.shown.on = verdict == verdictRead && text[5]&mapsMemory != 0
+	l.exported.pulls = d.inner.Type() != "ibverbs"
+	l.exported.on = verdict == verdictRead && text[5]&mapsMemory != 0
 	if device {
 		l.offers.sharer = own.sharer
 		l.segments = own.sharer != nil && text[5]&hasSegments != 0

@@ -115,7 +115,7 @@ func (r *reply) encode() []byte {
 	device := byte(0)
 	if r.link != nil {
 		device = knowsPads | knowsMarks
-		if r.link.c.maps {
+		if r.link.c.mapsMemory {
 			device |= mapsMemory
 		}
 		if r.link.dev != nil {

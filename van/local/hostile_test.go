@@ -290,8 +290,8 @@ func FuzzRing(f *testing.F) {
 				t.Fatal("it never ends")
 			}
 		}
-		if l.stream.of != nil {
-			v.rx.release(l.stream.of)
+		if l.stream.msg != nil {
+			v.rx.release(l.stream.msg)
 		}
 		if l.batch.joined != nil {
 			v.rx.release(l.batch.joined)

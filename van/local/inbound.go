@@ -109,8 +109,8 @@ func (p *inbound) decode(q *landing.Table) error {
 		if err := p.open(m); err != nil {
 			return err
 		}
-		if p.rec.parts[0].form != partPinned { // otherwise the caller does not hold the feed
-			p.in.memory.takeInto(p)
+		if p.rec.parts[0].form != partPinned { // fetch decodes a pinned meta, without the feed that guards imported
+			p.in.imported.setPullMemory(p)
 		}
 		if p.rec.batch != 0 {
 			return nil
@@ -175,8 +175,9 @@ func (p *inbound) assign(v *inbound, i int) error {
 	return nil
 }
 
-// view makes the value of p the sender's memory, if that is mapped and the sender does not reuse it before the answer.
-func (p *inbound) view() bool {
+// useMapped makes the value of p the sender's memory, if that is mapped and the sender does not reuse it before the answer. It reports
+// whether it did.
+func (p *inbound) useMapped() bool {
 	m := p.batch()
 	n := len(m.Parts)
 	if p.mapped.Len() == 0 || n == 0 || !m.Request || m.Parts[n-1].Push {
@@ -214,15 +215,15 @@ func (p *inbound) write(i int, f func() error) error {
 // inCommon is the state that all inbound links of a node share: the destinations of values, and the pools of
 // messages and buffers.
 type inCommon struct {
-	self   *endpoint
-	log    *slog.Logger
-	stats  *stats
-	copies *copies
-	feed   *engine.Feed[*inbound]
-	dests  *landing.Table
-	blocks blocks
-	maps   bool          // STEPAF_SHM_MAP: this process maps memory of peers
-	chunks atomic.Uint64 // received chunks of streams
+	self       *endpoint
+	log        *slog.Logger
+	stats      *stats
+	copies     *copies
+	feed       *engine.Feed[*inbound]
+	dests      *landing.Table
+	blocks     blocks
+	mapsMemory bool          // STEPAF_SHM_MAP: this process maps memory of peers
+	chunks     atomic.Uint64 // received chunks of streams
 
 	dropTime time.Duration // the constant, except in tests
 
@@ -260,7 +261,7 @@ func (c *inCommon) allocate(p *inbound) (err error) {
 				p.msg.Vals, p.msg.Placed = dst, true
 				continue
 			}
-			if p.view() {
+			if p.useMapped() {
 				continue
 			}
 		}

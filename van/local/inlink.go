@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -25,15 +24,15 @@ type inLink struct {
 	pid  int         // of the peer's process
 	dev  *peerDevice // its device; nil if it has none or this node cannot copy from it
 
-	batch   inBatch
-	stream  inStream
-	held    atomic.Bool    // no record is consumed yet: this node does not know the peer
-	marks   failback.Marks // no record is consumed until they have arrived
-	fenced  atomic.Bool    // no record is consumed any more: another process is the peer
-	placing sync.RWMutex   // read-locked while a value is written; write-locked while fenced is set
-	lost    atomic.Bool    // the connection has ended: the ring gets no more records
-	failure linkFailure
-	memory  mappedMemory
+	batch    inBatch
+	stream   inStream
+	held     atomic.Bool    // no record is consumed yet: this node does not know the peer
+	marks    failback.Marks // no record is consumed until they have arrived
+	fenced   atomic.Bool    // no record is consumed any more: another process is the peer
+	placing  sync.RWMutex   // read-locked while a value is written; write-locked while fenced is set
+	lost     atomic.Bool    // the connection has ended: the ring gets no more records
+	failure  linkFailure
+	imported importedAllocations
 }
 
 // linkFailure is the first failure of a link.
@@ -48,9 +47,9 @@ type inBatch struct {
 	joined *inbound // its next record is expected from the queue of device copies; nil: no record is
 }
 
-// inStream is the message whose large parts are being received in chunks.
+// inStream is the message whose long parts are being received in chunks.
 type inStream struct {
-	of   *inbound // nil: no message
+	msg  *inbound // nil: none
 	part int      // the part that the next chunk belongs to
 	off  int      // the offset of the next chunk in that part
 }
@@ -143,10 +142,10 @@ func (l *inLink) record() *inbound {
 			p, err = l.chunk(b[:size])
 		case kind == kindRest:
 			p, err = l.rest(b[:size])
-		case kind == kindMemory:
-			err = l.describe(slices.Clone(b[:size]))
-		case kind == kindInto:
-			err = l.nameInto(slices.Clone(b[:size]))
+		case kind == kindAllocation:
+			err = l.recvAllocation(l.imported.copy(b[:size]))
+		case kind == kindPullMemory:
+			err = l.recvPullMemory(l.imported.copy(b[:size]))
 		default:
 			p, err = l.message(b[:size])
 		}
@@ -237,7 +236,7 @@ func (l *inLink) opened(p *inbound) {
 
 // message handles the record b of a message. It returns nil if parts of the message follow.
 func (l *inLink) message(b []byte) (*inbound, error) {
-	if l.stream.of != nil {
+	if l.stream.msg != nil {
 		return nil, &van.FieldError{Field: "record.kind", Value: kindMessage, Want: "the rest of a stream"}
 	}
 	p := l.c.get()
@@ -262,8 +261,8 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 		p.rec = record{kind: kindValue}
 		return p, nil // join ends the batch
 	case p.rec.pins():
-		if l.source == nil && p.rec.isRead() {
-			err = &van.FieldError{Field: "record.part.form", Value: partPinned, Want: "inline or streamed: it was agreed that this process does not read the sender's memory"}
+		if l.source == nil && p.rec.hasAddress() {
+			err = &van.FieldError{Field: "record.part.form", Value: p.rec.parts[partVals].form, Want: "inline or streamed: it was agreed that this process does not read the sender's memory"}
 			break
 		}
 		if p.rec.streams() {
@@ -272,7 +271,7 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 		}
 		p.ring = l.hold()
 		if !p.rec.has(partDevice) {
-			l.memory.takeMapped(p)
+			l.imported.findMapped(p)
 			return p, nil // fetch reads the value later, when no other message waits for it
 		}
 		if err = l.beginCopy(p); err == nil {
@@ -286,9 +285,9 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 	}
 	if err == nil && p.rec.streams() {
 		if err = l.c.allocate(p); err == nil {
-			l.stream.of, l.stream.part, l.stream.off = p, -1, 0
+			l.stream.msg, l.stream.part, l.stream.off = p, -1, 0
 			l.advance()
-			if l.stream.of == nil {
+			if l.stream.msg == nil {
 				return p, nil
 			}
 			return nil, nil
@@ -304,17 +303,17 @@ func (l *inLink) message(b []byte) (*inbound, error) {
 // advance goes to the next part of the stream that lacks bytes. Without such a part, it ends the stream.
 func (l *inLink) advance() {
 	for l.stream.part, l.stream.off = l.stream.part+1, 0; l.stream.part < partCount; l.stream.part++ {
-		if len(l.stream.of.dst[l.stream.part]) > 0 {
+		if len(l.stream.msg.dst[l.stream.part]) > 0 {
 			return
 		}
 	}
-	l.stream.of = nil
+	l.stream.msg = nil
 }
 
 // chunk handles the record b of a chunk. It returns the message that the chunk completes, or nil.
 func (l *inLink) chunk(b []byte) (*inbound, error) {
 	n := int(binary.LittleEndian.Uint32(b[8:]))
-	p := l.stream.of
+	p := l.stream.msg
 	if p == nil || n > len(b)-chunkHead || n == 0 || n > len(p.dst[l.stream.part])-l.stream.off {
 		return nil, &van.FieldError{Field: "chunk.length", Value: n, Want: "what is left of the stream's part"}
 	}
@@ -339,7 +338,7 @@ func (l *inLink) chunk(b []byte) (*inbound, error) {
 		l.opened(p)
 	}
 	l.advance()
-	if l.stream.of != nil {
+	if l.stream.msg != nil {
 		return nil, nil
 	}
 	if l.c.finish(p) != nil {
@@ -352,7 +351,7 @@ func (l *inLink) chunk(b []byte) (*inbound, error) {
 // rest handles the record b of the rest of a stream. The receiver reads that rest from the sender's
 // memory.
 func (l *inLink) rest(b []byte) (*inbound, error) {
-	p := l.stream.of
+	p := l.stream.msg
 	var r record
 	if p == nil || l.source == nil {
 		return nil, &van.FieldError{Field: "record.kind", Value: kindRest, Want: "no rest: there is no stream, or it was agreed that this process does not read the sender's memory"}
@@ -384,7 +383,7 @@ func (l *inLink) rest(b []byte) (*inbound, error) {
 		}
 	}
 	p.rec.slot, p.rec.gen = r.slot, r.gen
-	l.stream.of = nil
+	l.stream.msg = nil
 	p.ring = l.hold()
 	return p, nil
 }
@@ -457,10 +456,10 @@ func (l *inLink) read(p *inbound) error {
 	return nil
 }
 
-// readPart reads part i of p, if it is pinned.
+// readPart reads part i of p, if it has an address in the sender.
 func (l *inLink) readPart(p *inbound, i int) error {
 	h := &p.rec.parts[i]
-	if !h.isRead() {
+	if !h.hasAddress() {
 		return nil
 	}
 	dst := p.dst[i]
@@ -470,7 +469,7 @@ func (l *inLink) readPart(p *inbound, i int) error {
 	l.placing.RLock()
 	err := errGone
 	if !l.fenced.Load() {
-		if err = nil; dst != nil { // otherwise the value stays where it is
+		if err = nil; dst != nil { // nil: the value is used in place
 			err = p.write(i, func() error { return l.copyPart(p, i, dst) })
 		}
 	}
@@ -504,9 +503,9 @@ func (l *inLink) failed() bool { return l.failure.cause.Load() != nil }
 // end drops unfinished messages and releases the link's reference to its ring. The caller holds the feed, or
 // no other goroutine knows the link.
 func (l *inLink) end() {
-	if l.stream.of != nil {
-		l.c.release(l.stream.of)
-		l.stream.of = nil
+	if l.stream.msg != nil {
+		l.c.release(l.stream.msg)
+		l.stream.msg = nil
 	}
 	if l.batch.joined != nil {
 		l.c.release(l.batch.joined)
@@ -516,6 +515,6 @@ func (l *inLink) end() {
 		l.dev.drop()
 		l.dev.close()
 	}
-	l.memory.close()
+	l.imported.close()
 	l.unref()
 }

@@ -52,14 +52,14 @@ type outLink struct {
 
 	mu sync.Mutex
 	outRing
-	pins   pins
-	stream stream
-	queue  sendQueue
-	seen   progress // of the peer when it last failed to make room in time
-	offers offers
-	shown  shownMemory
-	gone   bool  // the link has ended
-	cause  error // of its end
+	pins     pins
+	stream   stream
+	queue    sendQueue
+	seen     progress // of the peer when it last failed to make room in time
+	offers   offers
+	exported exportedAllocations
+	gone     bool  // the link has ended
+	cause    error // of its end
 
 	value   van.Message // a value of a batch, while putBatch writes its record
 	batches uint32      // number of batches so far
@@ -77,7 +77,7 @@ type stream struct {
 
 func newOutLink(c *outCommon, id int, conn *net.UnixConn, seg *segment, file *ringFile, bell *bell, canRead, device bool) *outLink {
 	l := &outLink{c: c, conn: conn, canRead: canRead, device: device, outRing: outRing{seg: seg, file: file, bell: bell}, offers: offers{conn: conn}}
-	l.shown.l = l
+	l.exported.l = l
 	l.id.Store(int32(id))
 	l.seen.head = math.MaxUint64 // nothing yet
 	l.pins.init(seg, c)

@@ -41,20 +41,20 @@ const (
 	padHead     = 64
 	partHead    = 16
 
-	kindMessage = 1
-	kindChunk   = 2
-	kindRest    = 3
-	kindPad     = 4
-	kindValue   = 5
-	kindMemory  = 6 // see memory.go
-	kindInto    = 7
+	kindMessage    = 1
+	kindChunk      = 2
+	kindRest       = 3
+	kindPad        = 4
+	kindValue      = 5
+	kindAllocation = 6 // see exported.go
+	kindPullMemory = 7
 
-	partInline = 1
-	partPinned = 2 // the receiver reads it from the sender's memory
-	partStream = 3 // follows in chunks, and possibly a rest
-	partDevice = 4 // the receiver's device copies it; the record has its export
-	partMapped = 5 // like partPinned, but the receiver may have mapped the memory; see memory.go
-	partPlaced = 6 // like partPinned, but the value lies in the receiver's memory
+	partInline     = 1
+	partPinned     = 2 // the receiver reads it from the sender's memory
+	partStream     = 3 // follows in chunks, and possibly a rest
+	partDevice     = 4 // the receiver's device copies it; the record has its export
+	partMapped     = 5 // as partPinned, in memory that the receiver may have mapped; see exported.go
+	partInReceiver = 6 // as partPinned; the value may also be in its destination in the receiver
 
 	partCount = 1 + van.MaxFrames // meta, keys, values, lengths
 
@@ -90,22 +90,24 @@ type record struct {
 	slot, gen uint32
 	parts     [partCount]part
 
-	placedAt, placedIn uint64 // of partPlaced: the address in the receiver, and the file
+	receiverAddr, receiverInode uint64 // of partInReceiver
 }
 
 // present returns how many parts a message with that many frames has.
 func present(frames int) int { return 1 + frames }
 
-// pins reports whether the receiver reads parts from the sender's memory. streams reports whether parts
+// pins reports whether the receiver uses the sender's memory. streams reports whether parts
 // follow in chunks.
-func (r *record) pins() bool    { return r.has(partDevice) || r.isRead() }
+func (r *record) pins() bool    { return r.has(partDevice) || r.hasAddress() }
 func (r *record) streams() bool { return r.has(partStream) }
 
-// isRead reports whether the receiver reads parts by their address.
-func (r *record) isRead() bool { return r.forms&(1<<partPinned|1<<partMapped|1<<partPlaced) != 0 }
+// hasAddress reports whether parts have an address in the sender.
+func (r *record) hasAddress() bool {
+	return r.forms&(1<<partPinned|1<<partMapped|1<<partInReceiver) != 0
+}
 
-func (p *part) isRead() bool {
-	return p.form == partPinned || p.form == partMapped || p.form == partPlaced
+func (p *part) hasAddress() bool {
+	return p.form == partPinned || p.form == partMapped || p.form == partInReceiver
 }
 
 func (r *record) has(form uint32) bool { return r.forms>>form&1 != 0 }
@@ -114,7 +116,7 @@ func (r *record) has(form uint32) bool { return r.forms>>form&1 != 0 }
 func (r *record) inline() bool { return r.forms == 1<<partInline }
 
 // plan chooses the form of each part of msg and returns the length of its record. A long value gets the form
-// large. r.segments, and r.kind and r.batch of a value, must be set.
+// large; other long parts are streamed, or pinned if large is partPinned. r.segments, and r.kind and r.batch of a value, must be set.
 func (r *record) plan(msg *van.Message, large uint32) int {
 	r.frames, r.forms, r.slot, r.gen = msg.Frames, 0, noSlot, 0
 	if len(msg.Parts) > 0 && msg.PayloadLen() > 0 {
@@ -146,8 +148,8 @@ func (r *record) plan(msg *van.Message, large uint32) int {
 		case i != partVals || r.streams(): // a record does not mix streamed and other long parts
 			p.form = partStream
 		default:
-			if p.form = large; large == partPlaced {
-				size += align(placedLen)
+			if p.form = large; large == partInReceiver {
+				size += align(receiverRefLen)
 			}
 		}
 		r.forms |= 1 << p.form
@@ -171,11 +173,11 @@ func (r *record) put(b []byte, size int, msg *van.Message, meta []byte, export *
 			mem = msg.Frame(i - 1)
 		}
 		switch {
-		case p.form == partPlaced:
-			binary.LittleEndian.PutUint64(b[p.off:], r.placedAt)
-			binary.LittleEndian.PutUint64(b[p.off+8:], r.placedIn)
+		case p.form == partInReceiver:
+			binary.LittleEndian.PutUint64(b[p.off:], r.receiverAddr)
+			binary.LittleEndian.PutUint64(b[p.off+8:], r.receiverInode)
 			p.addr = mem.Addr()
-		case p.isRead():
+		case p.hasAddress():
 			p.addr = mem.Addr()
 		case p.form == partDevice:
 			putShared(b[p.off:], export)
@@ -245,16 +247,16 @@ func (r *record) parse(b []byte) error {
 			}
 			p.off = off
 			off = min(off+align(p.n), len(b))
-		case partPinned, partMapped, partPlaced:
+		case partPinned, partMapped, partInReceiver:
 			if p.form != partPinned && i != partVals {
 				return bad(fmt.Sprintf("part[%d].form", i), p.form, "another one: only values lie in mapped memory")
 			}
-			if p.form == partPlaced {
-				if len(b)-off < placedLen {
-					return bad("length", len(b), "room for the address of a value in the receiver")
+			if p.form == partInReceiver {
+				if len(b)-off < receiverRefLen {
+					return bad("length", len(b), "16 more bytes: the value's address and file in the receiver")
 				}
-				r.placedAt, r.placedIn = le.Uint64(b[off:]), le.Uint64(b[off+8:])
-				off = min(off+align(placedLen), len(b))
+				r.receiverAddr, r.receiverInode = le.Uint64(b[off:]), le.Uint64(b[off+8:])
+				off = min(off+align(receiverRefLen), len(b))
 			}
 			if r.slot >= slotCount {
 				return bad("slot", r.slot, fmt.Sprintf("less than %d", slotCount))
@@ -282,8 +284,8 @@ func (r *record) parse(b []byte) error {
 			r.batch = p.addr
 		}
 	}
-	if r.has(partDevice) && (r.isRead() || r.streams() || r.kind == kindRest) {
-		return bad("part.form", "pinned or streamed", "inline, beside values on the device")
+	if r.has(partDevice) && (r.hasAddress() || r.streams() || r.kind == kindRest) {
+		return bad("part.form", r.forms, "inline, beside values on the device")
 	}
 	return nil
 }

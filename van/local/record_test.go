@@ -30,10 +30,10 @@ func message(lens ...int) *van.Message {
 func TestRecordRoundTrip(t *testing.T) {
 	for _, lens := range [][]int{{}, {0, 0}, {8, 100}, {8, streamFrom - 1}, {8, streamFrom}, {streamFrom, 1 << 20, 8}, {8, 0, 4},
 		{streamFrom - 1, streamFrom - 1, streamFrom - 1}} {
-		for _, large := range []uint32{partPinned, partStream, partMapped, partPlaced} {
+		for _, large := range []uint32{partPinned, partStream, partMapped, partInReceiver} {
 			m := message(lens...)
 			var r, got record
-			r.placedAt, r.placedIn = 1<<40, 77
+			r.receiverAddr, r.receiverInode = 1<<40, 77
 			mixed := large >= partMapped && len(lens) > 0 && lens[0] >= streamFrom // then all long parts are streamed
 			size := r.plan(m, large)
 			if size > maxRecord || size%recordAlign != 0 {
@@ -67,9 +67,9 @@ func TestRecordRoundTrip(t *testing.T) {
 					t.Errorf("%v: frame %d has other bytes", lens, i)
 				case n >= streamFrom && p.form != form:
 					t.Errorf("%v: frame %d has form %d, want %d", lens, i, p.form, form)
-				case p.form == partPlaced && (got.placedAt != 1<<40 || got.placedIn != 77):
-					t.Errorf("%v: placed at %#x in %d", lens, got.placedAt, got.placedIn)
-				case p.isRead() && p.addr != want.Addr():
+				case p.form == partInReceiver && (got.receiverAddr != 1<<40 || got.receiverInode != 77):
+					t.Errorf("%v: placed at %#x in %d", lens, got.receiverAddr, got.receiverInode)
+				case p.hasAddress() && p.addr != want.Addr():
 					t.Errorf("%v: frame %d is at %#x, want %#x", lens, i, p.addr, want.Addr())
 				}
 			}

@@ -31,7 +31,7 @@ func (l *outLink) send(msg *van.Message, exports []*backend.Shared) (sent bool, 
 	if err != nil {
 		return true, err
 	}
-	maps := l.shown.announce(msg)
+	byReference := l.exported.announce(msg)
 	if isOneRecord(msg) {
 		var export *backend.Shared
 		if len(exports) > 0 {
@@ -39,7 +39,7 @@ func (l *outLink) send(msg *van.Message, exports []*backend.Shared) (sent bool, 
 		}
 		err = l.put(&record{}, msg, export, seq, false)
 	} else {
-		err = l.putBatch(msg, exports, seq, maps)
+		err = l.putBatch(msg, exports, seq, byReference)
 	}
 	if err == nil {
 		l.bell.ring()
@@ -79,7 +79,7 @@ func isOneRecord(msg *van.Message) bool {
 }
 
 // putBatch writes or queues msg as a record for each value.
-func (l *outLink) putBatch(msg *van.Message, exports []*backend.Shared, seq uint64, maps bool) error {
+func (l *outLink) putBatch(msg *van.Message, exports []*backend.Shared, seq uint64, byReference bool) error {
 	all := van.NewAllSent(msg.Done)
 	v := &l.value
 	v.Meta = msg.Meta // a view, which ends with this call
@@ -103,7 +103,7 @@ func (l *outLink) putBatch(msg *van.Message, exports []*backend.Shared, seq uint
 			export = exports[i]
 		}
 		v.Done = all.Add()
-		if err := l.put(r, v, export, seq, maps); err != nil { // only the first record can fail: the others have no meta
+		if err := l.put(r, v, export, seq, byReference && !isPulled(msg, v.Vals)); err != nil { // only the first record can fail: the others have no meta
 			all.Cancel()
 			return err
 		}
@@ -113,14 +113,14 @@ func (l *outLink) putBatch(msg *van.Message, exports []*backend.Shared, seq uint
 	return nil
 }
 
-// put writes or queues r, a record of msg. export describes the value if it is on the device. maps is what shown.announce has
-// returned.
-func (l *outLink) put(r *record, msg *van.Message, export *backend.Shared, seq uint64, maps bool) error {
+// put writes or queues r, a record of msg. export describes the value if it is on the device. byReference is the result of
+// exported.announce.
+func (l *outLink) put(r *record, msg *van.Message, export *backend.Shared, seq uint64, byReference bool) error {
 	large := uint32(partStream)
 	if export != nil {
 		r.segments = len(export.Segments)
 	} else if msg.Vals.Len() >= streamFrom {
-		large = l.shown.formOf(r, msg, maps)
+		large = l.exported.formOf(r, msg, byReference)
 	}
 	size := r.plan(msg, large)
 	if n := r.parts[0].n; n > math.MaxInt32 {

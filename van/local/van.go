@@ -76,7 +76,7 @@ func New(in van.Van, o van.Options) *Van {
 	v.own.guard.Keys, v.own.guard.Log = o.Keys, v.log
 	v.peers = newPeers(v.log, &v.own.bell, v.dests)
 	v.rx.self, v.rx.log, v.rx.stats, v.rx.copies, v.rx.dests, v.rx.dropTime = &v.own, v.log, &v.stats, &v.copies, v.dests, dropTime
-	v.rx.maps = o.Config.SHMMap
+	v.rx.mapsMemory = o.Config.SHMMap
 	v.tx = outCommon{log: v.log, stats: &v.stats, copies: &v.copies, budget: int64(o.Config.SendBudget), memory: newRingMemory(v.log, o.Config), roomTimeout: roomTimeout}
 	v.receiver = receiver{self: &v.own, in: &v.rx, peers: v.peers, log: v.log, maxSleep: maxSleep}
 	over := func() string { return van.PathTo(in, van.Empty, true).Over }

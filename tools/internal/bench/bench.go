@@ -53,7 +53,7 @@ func Command() *cli.Command {
 					&cli.IntFlag{Name: "warmup", Usage: "untimed round trips before; 0 chooses by size"},
 					&cli.BoolFlag{Name: "load", Usage: "keep every core busy with a loop during the measurement"},
 					&cli.BoolFlag{Name: "touch", Usage: "both ends read and write every byte between rounds, also of the floor"},
-					&cli.BoolFlag{Name: "shared", Usage: "with --van local: tensors that the server maps (af.AllocShared, STEPAF_SHM_MAP); both ends touch one word of each 4 KiB"},
+					&cli.BoolFlag{Name: "shared", Usage: "with --van local: tensors that the server maps (af.AllocShared, STEPAF_SHM_MAP), from 32 KiB on; each end writes one word of each 4 KiB"},
 					&cli.BoolFlag{Name: "check", Usage: "with --van ibverbs, or local and --device gpu: exit status 1 if a goal is missed or could not be measured"},
 				}, common...),
 				Action: runLatency,

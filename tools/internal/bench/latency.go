@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -85,8 +86,12 @@ func newLatencyServer(l latency, node *postoffice.Node) (end, error) {
 		if len(b.Pulls()) > 0 {
 			turn ^= 1
 			answer[0] = answers[turn]
-			if own := b.Pulls()[0].Out; own.Len() > 0 { // it has the bytes between the stamps already
-				answer[0].Val = own
+			switch p := b.Pulls()[0]; {
+			case p.Out.Len() > 0: // it has the bytes between the stamps already
+				answer[0].Val = p.Out
+			case l.shared && p.Len >= 32<<10:
+				_ = b.Refuse(errors.New("the server does not map the worker's tensor: see the log of PS_VERBOSE=1"))
+				return
 			}
 			stamp(answer[0].Val.Bytes(), seal(pushed))
 			out = answer

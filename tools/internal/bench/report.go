@@ -96,7 +96,7 @@ func (r *latencyReport) print(w io.Writer) error {
 		fmt.Fprintln(w, "every byte was read and written between rounds")
 	}
 	if r.Shared {
-		fmt.Fprintln(w, "the server maps the worker's tensors; both ends touch one word of each 4 KiB")
+		fmt.Fprintln(w, "the server maps the worker's tensors: no bytes are copied, each end writes one word of each 4 KiB")
 	}
 	if r.Note != "" {
 		fmt.Fprintf(w, "note: %s\n", r.Note)

@@ -19,7 +19,7 @@ import (
 func mapsPeer(t *testing.T) *inLink {
 	t.Helper()
 	v := newNode(t, inproc.NewNetwork(), 8, nil)
-	v.rx.maps = true
+	v.rx.mapsMemory = true
 	source, err := openRemote(os.Getpid())
 	if err != nil {
 		t.Fatal(err)
@@ -27,13 +27,13 @@ func mapsPeer(t *testing.T) *inLink {
 	t.Cleanup(source.close)
 	l := &inLink{c: &v.rx, from: &inPeer{id: 9}}
 	l.source = source
-	t.Cleanup(func() { l.memory.close() })
+	t.Cleanup(func() { l.imported.close() })
 	return l
 }
 
 // described is the record of an allocation.
 func described(addr, size, name uint64, fd int) []byte {
-	b := make([]byte, memoryLen)
+	b := make([]byte, allocationLen)
 	for i, n := range []uint64{addr, size, name, uint64(fd)} {
 		binary.LittleEndian.PutUint64(b[recordHead+8*i:], n)
 	}
@@ -48,7 +48,7 @@ func TestDescribedMemory(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer hostmem.Free(mem)
-	file := mem.Owner().(*hostmem.Memory).Show(true)
+	file := mem.Owner().(*hostmem.Allocation).Export(true)
 	unsealed, err := unix.MemfdCreate("unsealed", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
 		t.Fatal(err)
@@ -67,26 +67,26 @@ func TestDescribedMemory(t *testing.T) {
 		want   bool // it is mapped
 		bad    bool // the peer violates the protocol
 	}{
-		{"an allocation", described(mem.Addr(), 1<<16, file.Name, file.FD), true, false},
-		{"another length", described(mem.Addr(), 1<<17, file.Name, file.FD), false, false},
-		{"another file", described(mem.Addr(), 1<<16, file.Name+1, file.FD), false, false},
-		{"no file", described(mem.Addr(), 1<<16, file.Name, 1<<20), false, false},
+		{"an allocation", described(mem.Addr(), 1<<16, file.Inode, file.FD), true, false},
+		{"another length", described(mem.Addr(), 1<<17, file.Inode, file.FD), false, false},
+		{"another file", described(mem.Addr(), 1<<16, file.Inode+1, file.FD), false, false},
+		{"no file", described(mem.Addr(), 1<<16, file.Inode, 1<<20), false, false},
 		{"a file that can shrink", described(mem.Addr(), 1<<16, st.Ino, unsealed), false, false},
-		{"address 0", described(0, 1<<16, file.Name, file.FD), false, true},
-		{"too long", described(mem.Addr(), 1<<60, file.Name, file.FD), false, true},
-		{"no descriptor", described(mem.Addr(), 1<<16, file.Name, -1), false, true},
-		{"a short record", described(mem.Addr(), 1<<16, file.Name, file.FD)[:recordHead], false, true},
+		{"address 0", described(0, 1<<16, file.Inode, file.FD), false, true},
+		{"too long", described(mem.Addr(), 1<<60, file.Inode, file.FD), false, true},
+		{"no descriptor", described(mem.Addr(), 1<<16, file.Inode, -1), false, true},
+		{"a short record", described(mem.Addr(), 1<<16, file.Inode, file.FD)[:recordHead], false, true},
 	} {
 		l := mapsPeer(t)
-		err := l.describe(c.record)
-		if got := l.memory.find(mem.Addr(), 100) != nil; got != c.want || (err != nil) != c.bad || err != nil && !errors.Is(err, van.ErrMalformed) {
+		err := l.recvAllocation(c.record)
+		if got := l.imported.find(mem.Addr(), 100) != nil; got != c.want || (err != nil) != c.bad || err != nil && !errors.Is(err, van.ErrMalformed) {
 			t.Errorf("%s: mapped %t, %v; want %t, and an error %t", c.name, got, err, c.want, c.bad)
 		}
 	}
 	l := mapsPeer(t)
 	for range 2 {
-		if err := l.describe(described(mem.Addr(), 1<<16, file.Name, file.FD)); err != nil || len(l.memory.ranges) != 1 {
-			t.Errorf("%d allocations, %v; want 1", len(l.memory.ranges), err)
+		if err := l.recvAllocation(described(mem.Addr(), 1<<16, file.Inode, file.FD)); err != nil || len(l.imported.list) != 1 {
+			t.Errorf("%d allocations, %v; want 1", len(l.imported.list), err)
 		}
 	}
 	for _, c := range []struct {
@@ -94,15 +94,29 @@ func TestDescribedMemory(t *testing.T) {
 		n    int
 		want bool
 	}{{mem.Addr(), 1 << 16, true}, {mem.Addr() + 1<<16 - 1, 1, true}, {mem.Addr() + 1<<16 - 1, 2, false}, {mem.Addr() - 1, 1, false}, {1<<64 - 1, 1, false}, {mem.Addr(), 1 << 20, false}} {
-		if got := l.memory.find(c.addr, c.n) != nil; got != c.want {
+		if got := l.imported.find(c.addr, c.n) != nil; got != c.want {
 			t.Errorf("%d bytes at %#x are mapped: %t, want %t", c.n, c.addr, got, c.want)
 		}
 	}
-	if err := l.describe(described(mem.Addr(), 0, 0, 0)); err != nil || len(l.memory.ranges) != 0 {
-		t.Errorf("freed: %d allocations, %v", len(l.memory.ranges), err)
+	if err := l.recvAllocation(described(mem.Addr(), 0, 0, 0)); err != nil || len(l.imported.list) != 0 {
+		t.Errorf("freed: %d allocations, %v", len(l.imported.list), err)
 	}
-	l.c.maps = false
-	if err := l.describe(described(mem.Addr(), 1<<16, file.Name, file.FD)); !errors.Is(err, van.ErrMalformed) {
+	half := described(mem.Addr()+1<<15, 1<<16, file.Inode, file.FD) // other memory, which overlaps the former one
+	for _, b := range [][]byte{described(mem.Addr(), 1<<16, file.Inode, file.FD), half} {
+		if err := l.recvAllocation(b); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if a := l.imported.find(mem.Addr()+1<<15, 1); len(l.imported.list) != 1 || a == nil || a.addr != mem.Addr()+1<<15 {
+		t.Errorf("%d allocations, want the last one only", len(l.imported.list))
+	}
+	empty := &inbound{in: l}
+	empty.rec.parts[partVals] = part{form: partMapped, addr: mem.Addr() + 1<<15 + 1<<16}
+	if l.imported.findMapped(empty); len(empty.uses) > 0 {
+		t.Error("a value of length 0 uses memory")
+	}
+	l.c.mapsMemory = false
+	if err := l.recvAllocation(described(mem.Addr(), 1<<16, file.Inode, file.FD)); !errors.Is(err, van.ErrMalformed) {
 		t.Errorf("without STEPAF_SHM_MAP: %v", err)
 	}
 }
@@ -147,27 +161,27 @@ func TestNamedMemory(t *testing.T) {
 		{"not mapped", named(7, 1, 1, 500, addr+1<<16-499), 0, ""},
 		{"no bytes", named(7, 1, 1, 0, addr), 0, ""},
 		{"too many entries for the record", named(7, 2, 1, 500, addr), 0, "record.entries"},
-		{"too many entries", named(7, maxInto+1), 0, "record.entries"},
+		{"too many entries", named(7, maxPullMemory+1), 0, "record.entries"},
 		{"negative", named(7, 1<<32-1), 0, "record.entries"},
-		{"too short", make([]byte, recordHead), 0, "record.kind"},
+		{"too short", make([]byte, recordHead), 0, "record.length"},
 	} {
 		l := mapsPeer(t)
-		if err := l.describe(described(addr, 1<<16, st.Ino, fd)); err != nil || len(l.memory.ranges) != 1 {
-			t.Fatal(err, len(l.memory.ranges))
+		if err := l.recvAllocation(described(addr, 1<<16, st.Ino, fd)); err != nil || len(l.imported.list) != 1 {
+			t.Fatal(err, len(l.imported.list))
 		}
-		err := l.nameInto(c.record)
+		err := l.recvPullMemory(c.record)
 		if c.bad == "" && err != nil || c.bad != "" && (err == nil || !strings.Contains(err.Error(), c.bad)) {
 			t.Errorf("%s: %v, want %q", c.name, err, c.bad)
 		}
 		p := &inbound{in: l, from: l.from}
 		p.msg.AppID, p.msg.CustomerID, p.msg.Timestamp, p.msg.Request = 3, 4, 7, true
 		p.msg.Parts = []van.Part{{Push: true, Len: 500}, {Len: 500}}
-		l.memory.takeInto(p)
-		if got := p.msg.Parts[1].Into.Len(); got != c.want || p.msg.Parts[0].Into.Len() > 0 || len(l.memory.into) > 0 {
+		l.imported.setPullMemory(p)
+		if got := p.msg.Parts[1].Into.Len(); got != c.want || p.msg.Parts[0].Into.Len() > 0 || len(l.imported.pulls) > 0 {
 			t.Errorf("%s: %d bytes, want %d", c.name, got, c.want)
 		}
-		if used := len(p.uses) > 0; used != (c.want > 0) || l.memory.ranges[0].users.Load() != 1+int32(len(p.uses)) {
-			t.Errorf("%s: %d users of the memory, the message uses it %d times", c.name, l.memory.ranges[0].users.Load(), len(p.uses))
+		if used := len(p.uses) > 0; used != (c.want > 0) || l.imported.list[0].users.Load() != 1+int32(len(p.uses)) {
+			t.Errorf("%s: %d users of the memory, the message uses it %d times", c.name, l.imported.list[0].users.Load(), len(p.uses))
 		}
 	}
 }
