@@ -260,7 +260,7 @@ func (l *inLink) describe(b []byte) error {
 		l.c.log.Info("memory of a peer is copied, not mapped", "peer", van.NodeName(l.from.id), "bytes", size, "why", err)
 		return nil
 	}
-	r.of, r.addr, r.name = l.name, addr, name
+	r.of, r.addr, r.name = l.Process, addr, name
 	x.ranges = append(x.ranges, r)
 	return nil
 }
