@@ -169,7 +169,7 @@ func (t *Table[P, L, I]) BeginClose() bool {
 	return !was
 }
 
-// Close sends, until ctx ends, what was sent before, and closes the links to all peers.
+// Close closes the links to all peers. Until ctx ends, messages that were sent before may leave first.
 func (t *Table[P, L, I]) Close(ctx context.Context) {
 	t.Mu.Lock()
 	var all sync.WaitGroup
