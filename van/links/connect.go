@@ -103,8 +103,14 @@ func (t *Table[P, L, I]) end(l L) {
 	delete(t.leaving, l)
 }
 
-// Disconnect removes peer id. Messages that were sent before leave in the background, for DrainTime at most.
+// Disconnect removes peer id, also from the van inside. Messages that were sent before leave in the background, for DrainTime at most.
 func (t *Table[P, L, I]) Disconnect(id int) {
+	t.drop(id)
+	t.O.Inner.Disconnect(id)
+	t.O.Gone(id)
+}
+
+func (t *Table[P, L, I]) drop(id int) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
 	n := t.Of(id)
@@ -141,13 +147,16 @@ func (t *Table[P, L, I]) Disconnect(id int) {
 	})
 }
 
-// Rename gives peer old the id id.
-func (t *Table[P, L, I]) Rename(old, id int) {
+// Rename gives peer old the id id, also in the van inside.
+func (t *Table[P, L, I]) Rename(old, id int) error {
+	if err := t.O.Inner.Rename(old, id); err != nil || old == id {
+		return err
+	}
 	t.Mu.Lock()
 	n := t.Of(old)
 	if n == *new(P) {
 		t.Mu.Unlock()
-		return
+		return nil
 	}
 	former := t.retireLocked(t.Of(id))
 	n.Base().id.Store(int32(id))
@@ -158,6 +167,7 @@ func (t *Table[P, L, I]) Rename(old, id int) {
 	t.admitLocked(id)
 	t.Mu.Unlock()
 	t.end(former)
+	return nil
 }
 
 // BeginClose refuses new links, and ends all attempts to make one. It returns false if it was called before.

@@ -122,6 +122,6 @@ func TestStates(t *testing.T) {
 		t.Errorf("state %d because of %v, link %v; want Refused, no link, and a loss", s, why, n.link)
 	}
 	other := connect(p, 10, Process{3})
-	p.Disconnect(10)
+	p.drop(10)
 	<-other.Settled()
 }

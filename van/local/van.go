@@ -213,20 +213,10 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 }
 
 // Disconnect implements van.Van. It does not wait until the sent messages are delivered.
-func (v *Van) Disconnect(id int) {
-	v.peers.Disconnect(id)
-	v.inner.Disconnect(id)
-	v.dests.Forget(id)
-}
+func (v *Van) Disconnect(id int) { v.peers.Disconnect(id) }
 
 // Rename implements van.Van.
-func (v *Van) Rename(old, id int) error {
-	if err := v.inner.Rename(old, id); err != nil || old == id {
-		return err
-	}
-	v.peers.Rename(old, id)
-	return nil
-}
+func (v *Van) Rename(old, id int) error { return v.peers.Rename(old, id) }
 
 // Admit implements van.Admitter.
 func (v *Van) Admit(id int) { v.peers.Admit(id) }

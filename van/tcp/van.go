@@ -183,20 +183,10 @@ var (
 func (v *Van) Admit(id int) { v.peers.Admit(id) }
 
 // Disconnect implements van.Van. Messages that were sent before are written in the background.
-func (v *Van) Disconnect(id int) {
-	v.peers.Disconnect(id)
-	v.inner.Disconnect(id)
-	v.own.places.Forget(id)
-}
+func (v *Van) Disconnect(id int) { v.peers.Disconnect(id) }
 
 // Rename implements van.Van.
-func (v *Van) Rename(old, id int) error {
-	if err := v.inner.Rename(old, id); err != nil || old == id {
-		return err
-	}
-	v.peers.Rename(old, id)
-	return nil
-}
+func (v *Van) Rename(old, id int) error { return v.peers.Rename(old, id) }
 
 // Send implements van.Van.
 func (v *Van) Send(msg *van.Message) error {
