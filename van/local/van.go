@@ -432,13 +432,14 @@ func (v *Van) Stats() van.Stats {
 func (v *Van) Close(ctx context.Context) error {
 	v.engine.EndPoll(ctx)
 	p := v.peers
+	first := p.BeginClose()
 	p.Mu.Lock()
 	listener, started := v.acceptor.listener, v.started
 	p.Mu.Unlock()
-	v.closing.Store(true)
-	if !p.BeginClose() || listener == nil {
+	if !first || listener == nil {
 		return v.inner.Close(ctx)
 	}
+	v.closing.Store(true)
 	_ = listener.Close()
 	p.Close(ctx) // the receiver continues meanwhile: the peer may also wait until its messages are received
 	// The loop has been woken. It ends at once unless a handler is running, so stopTime applies even if ctx has
