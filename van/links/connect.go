@@ -2,6 +2,7 @@ package links
 
 import (
 	"context"
+	"maps"
 	"sync"
 	"time"
 
@@ -21,6 +22,7 @@ type Table[P Node[L], L Link, I In] struct {
 
 // Open makes t ready.
 func (t *Table[P, L, I]) Open(o Options[P, L, I]) {
+	o.UnknownTime, o.HoldTime, o.DrainTime, o.Retry.Pause = UnknownTime, HoldTime, DrainTime, firstPause
 	t.O, t.leaving, t.draining = o, map[L]struct{}{}, map[Process]chan struct{}{}
 	t.Losses.Gone, t.Losses.Current = o.Gone, func(n *Peer) bool {
 		now := t.Of(n.ID())
@@ -58,9 +60,8 @@ func (t *Table[P, L, I]) Connect(n P) {
 		old = was.Base().process
 	}
 	same := known && old == b.process
-	former := t.retireLocked(was)
 	b.Admitted = !known || same && was.Base().Admitted
-	t.changeLocked(func(all map[int]P) { all[id] = n })
+	former := t.retireLocked(was, func(all map[int]P) { all[id] = n })
 	if !same {
 		t.fenceLocked(id, old, b.process)
 	}
@@ -78,16 +79,20 @@ func (t *Table[P, L, I]) Connect(n P) {
 	t.end(former)
 }
 
-// retireLocked returns the link of n, which leaves the table. The caller passes it to end later: Links has it until then. n may be zero.
-func (t *Table[P, L, I]) retireLocked(n P) (l L) {
-	if n == *new(P) {
-		return l
+// retireLocked makes the change f to the map of peers, with which n leaves the table, and returns n's link. The caller passes it to end
+// later: Links has it until then. n may be zero.
+func (t *Table[P, L, I]) retireLocked(n P, f func(map[int]P)) (l L) {
+	if n != *new(P) {
+		if l = n.Link(); l != *new(L) {
+			t.leaving[l] = struct{}{}
+		}
 	}
-	if n.Base().State() == Unused {
+	all := maps.Clone(t.All())
+	f(all)
+	t.all.Store(&all)
+	t.listLocked()
+	if n != *new(P) && n.Base().State() == Unused {
 		t.setLocked(n, Unlinked, errLeft) // Sends that wait for n find the next peer of its id
-	}
-	if l = n.Link(); l != *new(L) {
-		t.leaving[l] = struct{}{}
 	}
 	return l
 }
@@ -117,8 +122,7 @@ func (t *Table[P, L, I]) drop(id int) {
 	if n == *new(P) || t.closed {
 		return
 	}
-	l := t.retireLocked(n)
-	t.changeLocked(func(all map[int]P) { delete(all, id) })
+	l := t.retireLocked(n, func(all map[int]P) { delete(all, id) })
 	for _, in := range t.Ins() {
 		if in.Base().Held.Load() && t.IsOfLocked(in, n) {
 			t.holdLocked(in, t.O.UnknownTime) // an earlier link is still read
@@ -158,19 +162,18 @@ func (t *Table[P, L, I]) Rename(old, id int) error {
 		t.Mu.Unlock()
 		return nil
 	}
-	former := t.retireLocked(t.Of(id))
 	n.Base().id.Store(int32(id))
 	if l := n.Link(); l != *new(L) {
 		l.SetID(id)
 	}
-	t.changeLocked(func(all map[int]P) { delete(all, old); all[id] = n })
+	former := t.retireLocked(t.Of(id), func(all map[int]P) { delete(all, old); all[id] = n })
 	t.admitLocked(id)
 	t.Mu.Unlock()
 	t.end(former)
 	return nil
 }
 
-// BeginClose refuses new links, and ends all attempts to make one. It returns false if it was called before.
+// BeginClose refuses new links. It returns false if it was called before.
 func (t *Table[P, L, I]) BeginClose() bool {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
@@ -179,7 +182,7 @@ func (t *Table[P, L, I]) BeginClose() bool {
 	return !was
 }
 
-// Close closes the links to all peers. Until ctx ends, messages that were sent before may leave first.
+// Close ends all attempts to make a link, and closes the links to all peers. Until ctx ends, messages that were sent before may leave first.
 func (t *Table[P, L, I]) Close(ctx context.Context) {
 	t.Mu.Lock()
 	var all sync.WaitGroup

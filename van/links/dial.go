@@ -11,7 +11,7 @@ import (
 
 // Pauses before a link is tried again. They double.
 const (
-	FirstPause = time.Second
+	firstPause = time.Second
 	lastPause  = time.Minute
 )
 
@@ -19,7 +19,7 @@ const (
 type Retry struct {
 	Path     string        // where the data goes with a link: "through shared memory"
 	Inside   func() string // the usual path of the van inside
-	Pause    time.Duration // FirstPause, except in tests
+	Pause    time.Duration // firstPause, except in tests
 	Hopeless func(error) bool
 }
 

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"maps"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -41,10 +40,10 @@ type Options[P Node[L], L Link, I In] struct {
 	Log         *slog.Logger
 	Inner       van.Van
 	Retry       Retry
-	Over        string // van.Path.Over of peers with a link
-	Link        string // names a link in log lines: "a connection for data"
-	Kind        string // of marks
-	UnknownTime time.Duration
+	Over        string        // van.Path.Over of peers with a link
+	Link        string        // names a link in log lines: "a connection for data"
+	Kind        string        // of marks
+	UnknownTime time.Duration // Open sets the times to the constants
 	HoldTime    time.Duration
 	DrainTime   time.Duration
 
@@ -140,14 +139,6 @@ func (t *peers[P, L, I]) setLocked(n P, s State, why error) {
 	if s > Broken { // after the state: a Send that finds no link depends on it
 		n.SetLink(*new(L))
 	}
-	t.listLocked()
-}
-
-// changeLocked replaces the map of peers.
-func (t *peers[P, L, I]) changeLocked(f func(map[int]P)) {
-	all := maps.Clone(t.All())
-	f(all)
-	t.all.Store(&all)
 	t.listLocked()
 }
 

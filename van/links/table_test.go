@@ -35,7 +35,7 @@ type testIn struct {
 
 func newTable(t *testing.T) *Table[*testPeer, *testLink, *testIn] {
 	p := &Table[*testPeer, *testLink, *testIn]{}
-	p.Open(Options[*testPeer, *testLink, *testIn]{Log: slog.New(slog.DiscardHandler), HoldTime: HoldTime, UnknownTime: UnknownTime,
+	p.Open(Options[*testPeer, *testLink, *testIn]{Log: slog.New(slog.DiscardHandler),
 		StartLocked: func(in *testIn) { in.Held.Store(false) },
 		EndLocked:   func(in *testIn, fence bool) bool { in.fenced = fence; return true }})
 	t.Cleanup(func() {

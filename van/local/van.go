@@ -76,8 +76,8 @@ func New(in van.Van, o van.Options) *Van {
 	over := func() string { return van.PathTo(in, van.Empty, true).Over }
 	v.dialer.self, v.dialer.peers, v.dialer.out, v.dialer.log, v.dialer.over, v.dialer.readers = &v.own, p, &v.tx, v.log, over, admitReaders
 	p.Open(links.Options[*outPeer, *outLink, *inLink]{Log: v.log, Inner: in, Over: SharedMemory, Link: "a link through shared memory", Kind: markKind,
-		UnknownTime: links.UnknownTime, HoldTime: links.HoldTime, DrainTime: links.DrainTime, Together: true, TakesUnknown: true,
-		Retry: links.Retry{Path: "through shared memory", Inside: over, Pause: links.FirstPause, Hopeless: hopeless},
+		Together: true, TakesUnknown: true,
+		Retry: links.Retry{Path: "through shared memory", Inside: over, Hopeless: hopeless},
 		Dial:  v.dialer.link, Failed: v.dialer.failed, Keep: v.dialer.keep, Gone: v.dests.Forget, InsideLost: p.insideLost, Device: func(l *outLink) bool { return l.device },
 		StartLocked: p.start, ArrivedLocked: p.arrived, EndLocked: p.fence})
 	v.acceptor = acceptor{self: &v.own, peers: v.peers, in: &v.rx, log: v.log, conns: map[*net.UnixConn]bool{}}

@@ -62,8 +62,7 @@ func New(in van.Van, o van.Options) *Van {
 	v.dialer = dialer{n: n, peers: p, unwatch: v.source.remove, dialTime: dialTime}
 	v.acceptor.n, v.acceptor.peers = n, p
 	p.Open(links.Options[*peer, *outConn, *inConn]{Log: n.log, Inner: in, Over: "tcp", Link: "a connection for data", Kind: markKind, KeepsLoss: true,
-		UnknownTime: links.UnknownTime, HoldTime: links.HoldTime, DrainTime: links.DrainTime,
-		Retry: links.Retry{Path: "over tcp", Inside: in.Type, Pause: links.FirstPause, Hopeless: hopeless},
+		Retry: links.Retry{Path: "over tcp", Inside: in.Type, Hopeless: hopeless},
 		Dial:  v.dialer.dial, OpenLocked: v.open, Failed: v.dialer.failed, Keep: v.dialer.keep, Gone: n.places.Forget, InsideLost: (*outConn).insideLost,
 		StartLocked: p.start, EndLocked: p.end})
 	if v.engine == nil {
