@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"sync"
+	"syscall"
 	"testing"
 
 	_ "github.com/stepaf/stepaf-go/tests/testlimit"
@@ -95,6 +96,29 @@ func TestInbound(t *testing.T) {
 	}
 	if _, err := enter(p, 9, Process{1}); !errors.Is(err, van.ErrReplaced) {
 		t.Errorf("a link of the replaced process: %v, want ErrReplaced", err)
+	}
+	p.drop(9)
+	connect(p, 9, Process{3})
+	if !second.fenced || len(p.Ins()) != 0 {
+		t.Errorf("after Disconnect and Connect with another process, the link is fenced: %t; %d are read", second.fenced, len(p.Ins()))
+	}
+}
+
+// TestMarksLost: a link ends if its marks may be lost. An attempt of the van inside to connect that fails loses none.
+func TestMarksLost(t *testing.T) {
+	p := newTable(t)
+	connect(p, 9, Process{1})
+	in, err := enter(p, 9, Process{1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	in.Marks.Await(Mark{}, func() {})
+	told := 0
+	for k, cause := range []error{syscall.ECONNREFUSED, syscall.ECONNRESET} {
+		p.Inside(func(int, bool, error) { told++ }, 9, false, cause)
+		if told != k+1 || len(p.Ins()) != 1-k {
+			t.Errorf("after %v the watcher was told of %d losses, and %d links are left; want %d and %d", cause, told, len(p.Ins()), k+1, 1-k)
+		}
 	}
 }
 

@@ -61,6 +61,30 @@ func TestConnectAgain(t *testing.T) {
 	}
 }
 
+// TestCloseAfterDisconnect: Close waits until messages that were sent before Disconnect have left.
+func TestCloseAfterDisconnect(t *testing.T) {
+	worker, server, open := stuck(t, func(o *van.Options) { o.Config.RecvBudgetPeer = 1 << 20 })
+	worker.peers.O.DrainTime = limit
+	const count = 32
+	for i := range count {
+		worker.must(dataMessage(8, i, true, true, pattern(1<<20, i)))
+	}
+	worker.Disconnect(8)
+	closed := make(chan error, 1)
+	go func() { closed <- worker.Close(t.Context()) }()
+	select {
+	case err := <-closed:
+		t.Errorf("Close does not wait: %v", err)
+	case <-time.After(100 * time.Millisecond):
+	}
+	open()
+	for i := range count {
+		if m := server.next(); int(m.Timestamp) != i {
+			t.Fatalf("message %d arrived, want %d", m.Timestamp, i)
+		}
+	}
+}
+
 // TestReplacedAfterDisconnect: after Disconnect, and Connect with another process, no message of the former process is delivered.
 func TestReplacedAfterDisconnect(t *testing.T) {
 	worker, server := pair(t, nil)
