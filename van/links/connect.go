@@ -164,7 +164,7 @@ func (t *Table[P, L, I]) Rename(old, id int) error {
 	}
 	n.Base().id.Store(int32(id))
 	if l := n.Link(); l != *new(L) {
-		l.SetID(id)
+		t.O.SetID(l, id)
 	}
 	former := t.retireLocked(t.Of(id), func(all map[int]P) { delete(all, old); all[id] = n })
 	t.admitLocked(id)

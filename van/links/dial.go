@@ -175,7 +175,7 @@ func (t *Table[P, L, I]) install(n P, l L, losses *uint64) error {
 	case losses != nil && *losses != b.insideLosses:
 		return ErrMarksLost
 	}
-	l.SetID(b.ID())
+	t.O.SetID(l, b.ID())
 	if t.O.OpenLocked != nil {
 		if err := t.O.OpenLocked(l, b.ID()); err != nil {
 			return err

@@ -24,7 +24,6 @@ type Node[L any] interface {
 // Link is the sender's end of a link.
 type Link interface {
 	comparable
-	SetID(id int)
 	Close() (lost int)          // it returns the number of messages that were not sent
 	Linger(ctx context.Context) // waits until all messages are sent
 }
@@ -52,6 +51,7 @@ type Options[P Node[L], L Link, I In] struct {
 	KeepsLoss    bool // the return of a peer whose link is broken is not reported before the next link
 
 	Dial       func(n P, again, afterMarks bool) (L, Mark, error)
+	SetID      func(l L, id int)          // of the peer
 	OpenLocked func(l L, id int) error    // before l is installed; may be nil
 	Failed     func(n P, err error) State // the first link cannot be made: logs that, and returns the next state
 	Keep       func(n P)                  // waits until n's link has ended, and makes the next one or sets another state

@@ -25,7 +25,6 @@ func (n *testPeer) Sends() *sync.RWMutex { return &n.sends }
 
 type testLink struct{ id, closed int }
 
-func (l *testLink) SetID(id int)           { l.id = id }
 func (l *testLink) Close() int             { l.closed++; return 0 }
 func (l *testLink) Linger(context.Context) {}
 
@@ -37,6 +36,7 @@ type testIn struct {
 func newTable(t *testing.T) *Table[*testPeer, *testLink, *testIn] {
 	p := &Table[*testPeer, *testLink, *testIn]{}
 	p.Open(Options[*testPeer, *testLink, *testIn]{Log: slog.New(slog.DiscardHandler),
+		SetID:       func(l *testLink, id int) { l.id = id },
 		StartLocked: func(in *testIn) { in.Held.Store(false) },
 		EndLocked:   func(in *testIn, fence bool) bool { in.fenced = fence; return true }})
 	t.Cleanup(func() {

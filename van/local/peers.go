@@ -28,8 +28,7 @@ func (n *outPeer) Link() *outLink       { return n.link.Load() }
 func (n *outPeer) SetLink(l *outLink)   { n.link.Store(l) }
 func (n *outPeer) Sends() *sync.RWMutex { return &n.inside }
 
-// SetID and Close implement links.Link.
-func (l *outLink) SetID(id int)      { l.id.Store(int32(id)) }
+// Close implements links.Link.
 func (l *outLink) Close() (lost int) { return l.close(true) }
 
 // insideLost ends l if marks that precede it may be lost. The receiver clears the segment's flag behind when they have arrived.

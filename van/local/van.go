@@ -78,7 +78,8 @@ func New(in van.Van, o van.Options) *Van {
 	p.Open(links.Options[*outPeer, *outLink, *inLink]{Log: v.log, Inner: in, Over: SharedMemory, Link: "a link through shared memory", Kind: markKind,
 		Together: true, TakesUnknown: true,
 		Retry: links.Retry{Path: "through shared memory", Inside: over, Hopeless: hopeless},
-		Dial:  v.dialer.link, Failed: v.dialer.failed, Keep: v.dialer.keep, Gone: v.dests.Forget, InsideLost: p.insideLost, Device: func(l *outLink) bool { return l.device },
+		Dial:  v.dialer.link, Failed: v.dialer.failed, Keep: v.dialer.keep, Gone: v.dests.Forget, InsideLost: p.insideLost,
+		SetID: func(l *outLink, id int) { l.id.Store(int32(id)) }, Device: func(l *outLink) bool { return l.device },
 		StartLocked: p.start, ArrivedLocked: p.arrived, EndLocked: p.fence})
 	v.acceptor = acceptor{self: &v.own, peers: v.peers, in: &v.rx, log: v.log, conns: map[*net.UnixConn]bool{}}
 	if o.Engine == nil {

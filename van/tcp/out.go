@@ -83,9 +83,6 @@ func newOutConn(n *common, id, fd int, remove func(fd int)) *outConn {
 	return c
 }
 
-// SetID implements links.Link.
-func (c *outConn) SetID(id int) { c.id.Store(int32(id)) }
-
 // mayWait reports whether the receiver of c may not have begun to read it, because marks have not arrived. Marks also precede the
 // connections after c then: if c breaks, data sent before it over the van inside may still be on its way.
 func (c *outConn) mayWait() bool { return c.afterMarks && time.Since(c.made) < 2*links.MarkTime }

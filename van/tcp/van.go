@@ -63,7 +63,7 @@ func New(in van.Van, o van.Options) *Van {
 	v.acceptor.n, v.acceptor.peers = n, p
 	p.Open(links.Options[*peer, *outConn, *inConn]{Log: n.log, Inner: in, Over: "tcp", Link: "a connection for data", Kind: markKind, KeepsLoss: true,
 		Retry: links.Retry{Path: "over tcp", Inside: in.Type, Hopeless: hopeless},
-		Dial:  v.dialer.dial, OpenLocked: v.open, Failed: v.dialer.failed, Keep: v.dialer.keep, Gone: n.places.Forget, InsideLost: (*outConn).insideLost,
+		Dial:  v.dialer.dial, OpenLocked: v.open, SetID: func(c *outConn, id int) { c.id.Store(int32(id)) }, Failed: v.dialer.failed, Keep: v.dialer.keep, Gone: n.places.Forget, InsideLost: (*outConn).insideLost,
 		StartLocked: p.start, EndLocked: p.end})
 	if v.engine == nil {
 		v.engine = engine.New(o.Config.BusyPoll.Spin())
