@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 

@@ -15,6 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/auth"
+	"github.com/stepaf/stepaf-go/van/links"
 )
 
 // acceptor answers the handshakes of peers that make a link to this node, and watches their links.
@@ -26,7 +27,7 @@ type acceptor struct {
 	listener *net.UnixListener
 	refused  logx.Causes // log lines about refused peers
 
-	// peers.mu guards these.
+	// peers.Mu guards these.
 	conns      map[*net.UnixConn]bool // of peers
 	handshakes []*net.UnixConn        // the subset of conns whose handshake is not over, the oldest first
 	crowded    logx.Sparse            // log lines about too many handshakes
@@ -38,7 +39,7 @@ type acceptor struct {
 
 // run serves the socket until it is closed.
 func (a *acceptor) run() {
-	defer a.peers.wg.Done()
+	defer a.peers.WG.Done()
 	var failed logx.Sparse
 	pause := time.Duration(0)
 	for {
@@ -53,20 +54,20 @@ func (a *acceptor) run() {
 			}
 			select {
 			case <-time.After(pause):
-			case <-a.peers.ctx.Done():
+			case <-a.peers.Ctx.Done():
 			}
 			continue
 		}
 		pause = 0
-		a.peers.mu.Lock()
-		if a.peers.closed {
+		a.peers.Mu.Lock()
+		if a.peers.ClosedLocked() {
 			_ = c.Close()
 		} else {
 			a.conns[c] = true
 			a.handshakeLocked(c)
-			a.peers.wg.Go(func() { a.serve(c) })
+			a.peers.WG.Go(func() { a.serve(c) })
 		}
-		a.peers.mu.Unlock()
+		a.peers.Mu.Unlock()
 	}
 }
 
@@ -82,7 +83,7 @@ const (
 const maxHandshakes = 256
 
 // handshakeLocked adds c to the handshakes, and ends the oldest one if there are more than
-// maxHandshakes: any process of the user can open such connections. The caller holds peers.mu.
+// maxHandshakes: any process of the user can open such connections. The caller holds peers.Mu.
 func (a *acceptor) handshakeLocked(c *net.UnixConn) {
 	a.handshakes = append(a.handshakes, c)
 	if len(a.handshakes) <= maxHandshakes {
@@ -108,15 +109,15 @@ func (a *acceptor) accept() (*net.UnixConn, error) {
 func (a *acceptor) serve(c *net.UnixConn) {
 	defer func() {
 		_ = c.Close()
-		a.peers.mu.Lock()
+		a.peers.Mu.Lock()
 		delete(a.conns, c)
-		a.peers.mu.Unlock()
+		a.peers.Mu.Unlock()
 	}()
 	_ = c.SetDeadline(time.Now().Add(a.self.linkTime))
 	r, err := a.admit(c)
-	a.peers.mu.Lock()
+	a.peers.Mu.Lock()
 	a.handshakes = slices.DeleteFunc(a.handshakes, func(x *net.UnixConn) bool { return x == c })
-	a.peers.mu.Unlock()
+	a.peers.Mu.Unlock()
 	if err != nil {
 		r = reply{verdict: verdictNo, why: auth.Explain(err)}
 		if errors.Is(err, van.ErrReplaced) {
@@ -126,7 +127,7 @@ func (a *acceptor) serve(c *net.UnixConn) {
 		if auth.IsUnproved(err) {
 			level = slog.LevelWarn
 		}
-		a.refused.Log(a.log, logx.Kind(err)).Log(a.peers.ctx, level, "a peer's link through shared memory was refused", "err", err)
+		a.refused.Log(a.log, logx.Kind(err)).Log(a.peers.Ctx, level, "a peer's link through shared memory was refused", "err", err)
 	}
 	l, b := r.link, r.encode()
 	var fds []byte
@@ -187,16 +188,16 @@ func (a *acceptor) admit(c *net.UnixConn) (r reply, err error) {
 		return r, err
 	}
 	l := newInLink(a.in, a.peers.sender(id), c, pid, seg, bell)
-	l.name = [16]byte(b[40:])
+	l.Process = links.Process(b[40:])
 	if seg.behind().Load() != 0 {
-		l.marks.Await(markOf([8]byte(b[24:])), func() { a.peers.endBehind(l, slog.LevelWarn) })
+		l.Marks.Await(links.Mark{Kind: markKind, Number: [8]byte(b[24:])}, func() { a.peers.EndMarks(l, slog.LevelWarn) })
 	}
 	r = reply{link: l, verdict: verdictRead}
 	if l.source, err = a.openSource(pid, le.Uint64(b[16:]), le.Uint64(b[24:])); err != nil {
 		r.verdict, r.why = verdictStream, err.Error()
 	}
 	if has := le.Uint32(b[12:]); has&hasDevice != 0 {
-		if l.dev, err = openPeerDevice(a.in, b[56:], l.name[:]); err == nil {
+		if l.dev, err = openPeerDevice(a.in, b[56:], l.Process[:]); err == nil {
 			if d := a.self.device; has&hasSegments != 0 && d.mapsSegments() {
 				l.dev.imports = newImports(d, c)
 			}
@@ -230,8 +231,8 @@ func (a *acceptor) openSource(pid int, addr, nonce uint64) (*remote, error) {
 
 // closeConns closes the connections of all peers, which ends their links.
 func (a *acceptor) closeConns() {
-	a.peers.mu.Lock()
-	defer a.peers.mu.Unlock()
+	a.peers.Mu.Lock()
+	defer a.peers.Mu.Unlock()
 	for c := range a.conns {
 		_ = c.Close()
 	}

@@ -157,7 +157,7 @@ func TestIncompleteBatch(t *testing.T) {
 				})
 				server.rx.feed.Lock()
 				defer server.rx.feed.Unlock()
-				if l := (*server.peers.ins.Load())[0]; l.batch.joined != nil || l.batch.open != nil {
+				if l := server.peers.Ins()[0]; l.batch.joined != nil || l.batch.open != nil {
 					t.Error("the receiver keeps the canceled batch")
 				}
 			})

@@ -136,13 +136,6 @@ func (d *doorbell) close() {
 	}
 }
 
-// isOpen reports whether the doorbell is open.
-func (d *doorbell) isOpen() bool {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return d.bell != nil
-}
-
 // wake wakes w if the doorbell is open.
 func (d *doorbell) wake(w waiter) {
 	d.mu.Lock()

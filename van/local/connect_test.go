@@ -90,7 +90,7 @@ func TestListenerSurvives(t *testing.T) {
 // arrive before messages sent after the next Connect.
 func TestDisconnectGoesOn(t *testing.T) {
 	n := inproc.NewNetwork()
-	worker, server := newNode(t, n, 9, func(v *Van) { v.drainTime = limit }), newNode(t, n, 8, nil)
+	worker, server := newNode(t, n, 9, func(v *Van) { v.peers.O.DrainTime = limit }), newNode(t, n, 8, nil)
 	worker.start()
 	worker.connect(server)
 	server.connect(worker)
@@ -105,11 +105,11 @@ func TestDisconnectGoesOn(t *testing.T) {
 		t.Fatal(err)
 	}
 	server.start()
-	worker.peers.mu.Lock()
-	next := worker.peers.of(8)
-	worker.peers.mu.Unlock()
+	worker.peers.Mu.Lock()
+	next := worker.peers.Of(8)
+	worker.peers.Mu.Unlock()
 	select {
-	case <-next.settled:
+	case <-next.Settled():
 		t.Error("there is a new link while what was sent before has not left")
 	case <-time.After(100 * time.Millisecond):
 	}
@@ -179,9 +179,9 @@ func TestLateHello(t *testing.T) {
 	}
 	close(stopped)
 	eventually(t, "the late hello is read, and its link has ended", func() bool {
-		server.peers.mu.Lock()
-		defer server.peers.mu.Unlock()
-		return accepts.Load() == 2 && len(server.acceptor.conns) == 0 && len(*server.peers.ins.Load()) == 0
+		server.peers.Mu.Lock()
+		defer server.peers.Mu.Unlock()
+		return accepts.Load() == 2 && len(server.acceptor.conns) == 0 && len(server.peers.Ins()) == 0
 	})
 	server.rx.feed.Lock() // the receiver has reported all peer events
 	lost := server.down(9)

@@ -61,7 +61,7 @@ func pullInto(to, ts int, into backend.Mem) *van.Message {
 func (x *node) feedOf() *peerDevice {
 	x.rx.feed.Lock()
 	defer x.rx.feed.Unlock()
-	return (*x.peers.ins.Load())[0].dev
+	return x.peers.Ins()[0].dev
 }
 
 // block holds the stream of s until the function that it returns is called.
@@ -251,7 +251,7 @@ func TestDeviceOfALostPeer(t *testing.T) {
 	var looks atomic.Int32
 	server.rx.feed.Lock()
 	server.receiver.polled = func() { looks.Add(1) }
-	l := (*server.peers.ins.Load())[0]
+	l := server.peers.Ins()[0]
 	server.rx.feed.Unlock()
 	server.peers.inLost(l)
 	before := looks.Load()

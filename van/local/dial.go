@@ -1,6 +1,7 @@
 package local
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -16,7 +17,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/auth"
-	"github.com/stepaf/stepaf-go/van/failback"
+	"github.com/stepaf/stepaf-go/van/links"
 )
 
 // dialer makes links to peers, and replaces broken ones.
@@ -27,36 +28,23 @@ type dialer struct {
 	log   *slog.Logger
 	over  func() string // the usual path of the van inside
 
-	inner van.Van
-
-	retry       failback.Retry
-	later       func(n *outPeer) // laterLocked
 	readersOnce sync.Once
 	readers     func() (bool, error) // admitReaders, except in tests
 }
 
-// link makes the link to n, if that is possible.
-func (d *dialer) link(n *outPeer) {
+// link makes a link to n. behind means that earlier data to n was sent over the van inside.
+func (d *dialer) link(n *outPeer, _, behind bool) (*outLink, links.Mark, error) {
 	d.readersOnce.Do(d.letRead)
-	id := int(n.id.Load())
-	l, err := d.dial(d.peers.ctx, id, &n.token, false)
-	if err == nil {
-		d.add(n, l)
-		return
+	l, err := d.dial(d.peers.Ctx, n.ID(), &n.token, behind)
+	if err != nil {
+		return nil, links.Mark{}, err
 	}
-	d.failed(n, err)
-	if d.peers.ctx.Err() == nil && d.retry.First(id, err) {
-		d.peers.mu.Lock()
-		d.later(n)
-		d.peers.mu.Unlock()
-	}
+	return l, links.Mark{Kind: markKind, Number: l.number}, nil
 }
 
-// failed records why there is no link to n.
-func (d *dialer) failed(n *outPeer, err error) {
-	d.peers.mu.Lock()
-	defer d.peers.mu.Unlock()
-	n.why = err.Error()
+// failed logs that the first link to n cannot be made, and returns n's next state.
+func (d *dialer) failed(n *outPeer, err error) links.State {
+	return d.peers.O.Retry.First(d.log, n.ID(), err)
 }
 
 // hopeless reports whether a link that failed with err will never be made.
@@ -72,16 +60,6 @@ func (d *dialer) letRead() {
 	} else if admitted {
 		d.log.Info("processes of the same user may read this one's memory", "why", yamaScope+" is 1")
 	}
-}
-
-// whyNot returns, and logs, why a peer has no link.
-func (d *dialer) whyNot(id int, t *token, offers bool) string {
-	why := "the peer offers none: it is a C++ node, or has BYTEPS_ENABLE_IPC=0"
-	if offers {
-		why = d.self.token.reach(t)
-	}
-	d.log.Info("no shared memory with a peer", "peer", van.NodeName(id), "why", why)
-	return why
 }
 
 // dial makes the link to the node that t names. behind means that earlier data to that node was sent over the van inside.
@@ -216,7 +194,7 @@ func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment, file *ringFile
 	}
 	d.log.Info("data goes through shared memory", args...)
 	l := newOutLink(d.out, id, conn, seg, file, bell, verdict == verdictRead, device)
-	l.exported.pulls = d.inner.Type() != "ibverbs"
+	l.exported.pulls = d.peers.O.Inner.Type() != "ibverbs"
 	l.exported.on = verdict == verdictRead && text[5]&mapsMemory != 0
 	if device {
 		l.offers.sharer = own.sharer
@@ -228,7 +206,7 @@ func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment, file *ringFile
 // dialAgain is dial for a peer that may be ending. The socket of such a process accepts connections for
 // a moment longer but does not answer. An accepted connection is therefore no sign of life.
 func (d *dialer) dialAgain(id int, t *token) (l *outLink, err error) {
-	ctx, cancel := context.WithTimeout(d.peers.ctx, d.self.linkTime)
+	ctx, cancel := context.WithTimeout(d.peers.Ctx, d.self.linkTime)
 	defer cancel()
 	for pause := time.Millisecond; ; pause *= 2 {
 		l, err = d.dial(ctx, id, t, false)
@@ -243,87 +221,47 @@ func (d *dialer) dialAgain(id int, t *token) (l *outLink, err error) {
 	}
 }
 
-// add installs a new link to node n. It reports false if the link is not needed any more.
-func (d *dialer) add(n *outPeer, l *outLink) bool {
-	d.peers.mu.Lock()
-	defer d.peers.mu.Unlock()
-	return d.addLocked(n, l)
-}
-
-// addLocked is add. The caller holds peers.mu.
-func (d *dialer) addLocked(n *outPeer, l *outLink) bool {
-	p := d.peers
-	id := int(n.id.Load())
-	if p.closed || p.of(id) != n {
-		l.close(true)
-		return false
-	}
-	l.id.Store(int32(id))
-	p.setLink(n, l)
-	p.wg.Go(func() {
-		awaitEnd(l.conn)
-		d.lost(n, l)
-	})
-	return true
-}
-
-// lost cleans up after a link that has ended. If this node did not end it, lost reports the peer as lost
-// or makes a new link.
-func (d *dialer) lost(n *outPeer, l *outLink) {
-	p := d.peers
+// keep waits until the link to n has ended. If this node did not end it, keep reports the peer as lost and makes a new link. If it
+// cannot, data to n goes over the van inside, or nowhere if another process has n's id.
+func (d *dialer) keep(n *outPeer) {
+	p, l := d.peers, n.link.Load()
+	awaitEnd(l.conn)
 	l.close(false)
-	p.mu.Lock()
-	id := int(l.id.Load())
-	current := !p.closed && p.link(id) == l
-	p.mu.Unlock()
-	if !current {
+	if !p.Current(n) {
 		return
 	}
-	p.tell(n, id, false, l.why())
-	// Until the outcome is known, Send finds the ended link and returns ErrPeerLost.
-	again, err := d.dialAgain(id, &n.token)
+	p.Broke(n, l.why()) // until the outcome is known, Send finds the ended link and returns ErrPeerLost
+	again, err := d.dialAgain(n.ID(), &n.token)
 	if n.tries++; again != nil && n.tries <= maxTries {
-		if d.add(n, again) {
-			p.tell(n, id, true, nil)
+		if p.Install(n, again) == nil {
+			p.Losses.Tell(n.Base(), true, nil)
 		}
 		return
 	}
 	if again != nil {
 		again.close(true) // the link only tested whether the peer is alive
 	}
-	if p.ctx.Err() != nil {
+	if !p.Current(n) {
 		return
 	}
 	if errors.Is(err, van.ErrReplaced) { // data must not go over the van inside either
-		l.mu.Lock()
-		l.cause = van.ErrReplaced
-		l.mu.Unlock()
-		l.refused.Store(true)
-		d.log.Error("a peer does not hear this process any more", "peer", van.NodeName(id), "why", err)
+		p.Set(n, links.Refused, van.ErrReplaced)
+		d.log.Error("a peer does not hear this process any more", "peer", n.Name(), "why", err)
 		return
 	}
 	// If the peer has ended, the van inside reports its return.
-	gone := errors.Is(err, errDead)
-	retries := !gone && err != nil && !hopeless(err)
+	gone, next := errors.Is(err, errDead), links.Unlinked
+	args := []any{"peer", n.Name(), "links lost", n.tries, "err", err}
 	switch {
-	case retries:
-		d.log.Warn("data goes over "+d.over()+" from now on", "peer", van.NodeName(id), "links lost", n.tries, "err", err, "next try in", d.retry.Pause)
+	case !gone && err != nil && !hopeless(err):
+		next = links.Fallback
+		d.log.Warn("data goes over "+d.over()+" from now on", append(args, "next try in", p.O.Retry.Pause)...)
 	case !gone:
-		d.log.Warn("data goes over "+d.over()+" from now on, for as long as both processes run", "peer", van.NodeName(id), "links lost", n.tries, "err", err)
+		d.log.Warn("data goes over "+d.over()+" from now on, for as long as both processes run", args...)
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.link(id) == l {
-		if n.why = errLinkBroke.Error(); err != nil {
-			n.why = err.Error()
-		}
-		if retries {
-			d.later(n)
-		}
-		p.setLink(n, nil)
-	}
+	p.Set(n, next, cmp.Or(err, errLinkBroke))
 	if !gone {
-		p.tell(n, id, true, nil)
+		p.Losses.Tell(n.Base(), true, nil)
 	}
 }
 

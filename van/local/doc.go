@@ -76,7 +76,7 @@
 // makes its links to all peers at once: a node that sends no data shares no memory. A data message waits, for linkTime at
 // most, until the link to its peer is made or has failed.
 //
-// If a link cannot be made, data to that peer goes over the main van, and the link is retried later: see retry.go.
+// If a link cannot be made, data to that peer goes over the main van, and the link is retried later: see van/links.
 //
 // A peer whose link broke counts as lost until it has made another link, three times at most. A peer that
 // makes no other link sends over the main van; it counts as lost until its process has outlived the
@@ -132,8 +132,8 @@
 //   - inring and outring: the two ends of a ring
 //   - inlink, outlink and send: the use of a ring by a link
 //   - device, imports and peerdevice: copies between devices
-//   - peers and fence: the set of links
-//   - dial, accept and retry: making links
+//   - peers and inlinks: the set of links; van/links decides which are made and read
+//   - dial and accept: making links
 //   - receive: the engine's source
 //   - van: the whole transport
 package local

@@ -39,8 +39,8 @@ func (x *node) stopAccepting() *net.UnixListener {
 
 // breakIn ends the links to x as its death does.
 func (x *node) breakIn() {
-	x.peers.mu.Lock()
-	defer x.peers.mu.Unlock()
+	x.peers.Mu.Lock()
+	defer x.peers.Mu.Unlock()
 	for c := range x.acceptor.conns {
 		_ = c.Close()
 	}
@@ -48,9 +48,9 @@ func (x *node) breakIn() {
 
 // down reports whether x has reported the loss of peer id, after all earlier events have been settled.
 func (x *node) down(id int) bool {
-	x.peers.mu.Lock()
-	defer x.peers.mu.Unlock()
-	return x.peers.losses.Down(x.peers.of(id))
+	x.peers.Mu.Lock()
+	defer x.peers.Mu.Unlock()
+	return x.peers.Losses.Down(x.peers.Of(id).Base())
 }
 
 // TestDyingPeer: a process that dies still has its socket when its connections have
@@ -62,9 +62,9 @@ func TestDyingPeer(t *testing.T) {
 	}{{"at first", 0}, {"after many losses", maxTries}} {
 		t.Run(c.name, func(t *testing.T) {
 			worker, server := pairWith(t, func(v *Van) { v.peers.returnTime = limit }) // no process dies here
-			worker.peers.mu.Lock()
-			worker.peers.of(8).tries = c.tries
-			worker.peers.mu.Unlock()
+			worker.peers.Mu.Lock()
+			worker.peers.Of(8).tries = c.tries
+			worker.peers.Mu.Unlock()
 			socket := server.stopAccepting()
 			server.breakIn()
 			worker.event(8, false)
@@ -90,17 +90,17 @@ func TestDyingPeer(t *testing.T) {
 func TestLateLoss(t *testing.T) {
 	worker, server := pair(t)
 	worker.rx.feed.Lock()
-	server.peers.mu.Lock()
+	server.peers.Mu.Lock()
 	_ = server.peers.link(9).conn.Close()
-	server.peers.mu.Unlock()
+	server.peers.Mu.Unlock()
 	eventually(t, "the new link is there, the old one lost", func() bool {
-		ins := *worker.peers.ins.Load()
+		ins := worker.peers.Ins()
 		return len(ins) == 2 && ins[0].lost.Load() && !ins[1].lost.Load()
 	})
 	worker.rx.feed.Unlock()
 	worker.event(8, false)
 	worker.event(8, true)
-	eventually(t, "the old link is removed", func() bool { return len(*worker.peers.ins.Load()) == 1 })
+	eventually(t, "the old link is removed", func() bool { return len(worker.peers.Ins()) == 1 })
 	if worker.down(8) {
 		t.Error("the peer is held for lost")
 	}
@@ -157,13 +157,13 @@ func TestReplacedPeer(t *testing.T) {
 					worker.events <- event{id, up, cause}
 				})
 				worker.connect(old)
-				worker.peers.mu.Lock()
-				was := worker.peers.of(8)
-				worker.peers.mu.Unlock()
+				worker.peers.Mu.Lock()
+				was := worker.peers.Of(8)
+				worker.peers.Mu.Unlock()
 				old.breakIn()
 				<-telling // the loss of old is being reported
 				if made {
-					worker.peers.tell(was, 8, true, nil)
+					worker.peers.Losses.Tell(was.Base(), true, nil)
 				}
 				worker.connect(next)
 				if again {
@@ -195,10 +195,10 @@ func TestDeadPeerDoesNotReturn(t *testing.T) {
 		t.Fatal(err)
 	}
 	eventually(t, "the process has ended", func() bool { return ended(child.Process.Pid) })
-	worker.peers.mu.Lock()
-	n := worker.peers.of(8)
-	worker.peers.mu.Unlock()
-	worker.peers.tell(n, 8, false, errLinkBroke)
+	worker.peers.Mu.Lock()
+	n := worker.peers.Of(8)
+	worker.peers.Mu.Unlock()
+	worker.peers.Losses.Tell(n.Base(), false, errLinkBroke)
 	worker.event(8, false)
 	worker.peers.awaitReturn(n, &inLink{pid: child.Process.Pid, from: &inPeer{id: 8}})
 	select {

@@ -11,7 +11,7 @@ import (
 func StreamOnly(v *Van) { v.acceptor.streamOnly = true }
 
 // LongNets makes the bounds so long that heal a lost wake-up that a test which needs one fails by its own limit.
-func LongNets(v *Van) { v.receiver.maxSleep, v.peers.holdTime = time.Minute, time.Minute }
+func LongNets(v *Van) { v.receiver.maxSleep, v.peers.O.HoldTime = time.Minute, time.Minute }
 
 // Endpoint is the endpoint field of a node whose transport says local of itself.
 func Endpoint(local []byte) []byte {
@@ -20,12 +20,15 @@ func Endpoint(local []byte) []byte {
 }
 
 // Linked reports whether data to node id goes through shared memory.
-func (v *Van) Linked(id int) bool { return v.peers.settledLink(id) != nil }
+func (v *Van) Linked(id int) bool {
+	n := v.peers.Await(id)
+	return n != nil && n.link.Load() != nil
+}
 
 // TakesDevice reports whether values on the node's device go there as they are.
 func (v *Van) TakesDevice(id int) bool { return v.Linked(id) && v.PathTo(id, false).Device }
 
 // logTo makes v log to log.
 func (v *Van) logTo(log *slog.Logger) {
-	v.log, v.rx.log, v.tx.log, v.peers.log, v.dialer.log, v.dialer.retry.Log, v.acceptor.log, v.receiver.log, v.own.guard.Log = log, log, log, log, log, log, log, log, log
+	v.log, v.rx.log, v.tx.log, v.peers.O.Log, v.dialer.log, v.acceptor.log, v.receiver.log, v.own.guard.Log = log, log, log, log, log, log, log, log
 }

@@ -1,9 +1,7 @@
 package local
 
 import (
-	"encoding/binary"
 	"errors"
-	"log/slog"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -13,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/links"
 )
 
 // TestFenced: all messages of a replaced process, small or large, are dropped, and it cannot return. Messages of
@@ -91,7 +90,7 @@ func TestFenced(t *testing.T) {
 			if n := server.Stats().FencedMessages; n == 0 {
 				t.Error("no dropped message is counted")
 			}
-			eventually(t, "no link of the replaced process is left", func() bool { return len(*server.peers.ins.Load()) == 1 })
+			eventually(t, "no link of the replaced process is left", func() bool { return len(server.peers.Ins()) == 1 })
 		})
 	}
 }
@@ -110,7 +109,7 @@ func twoProcesses(t *testing.T) (server, old, next *node) {
 // was admitted.
 func TestNewcomerIsHeld(t *testing.T) {
 	server, old, next := twoProcesses(t)
-	server.peers.holdTime = holdTime
+	server.peers.O.HoldTime = links.HoldTime
 	server.connect(old)
 	old.connect(server)
 	old.must(data(8, 0, pattern(1, 100)))
@@ -120,8 +119,8 @@ func TestNewcomerIsHeld(t *testing.T) {
 	next.connect(server)
 	next.must(data(8, 1, pattern(1, 100)))
 	server.next().Release()
-	if d := time.Since(begun); d < holdTime/2 {
-		t.Errorf("heard after %s, want about %s", d, holdTime)
+	if d := time.Since(begun); d < links.HoldTime/2 {
+		t.Errorf("heard after %s, want about %s", d, links.HoldTime)
 	}
 }
 
@@ -137,15 +136,15 @@ func TestAdmittedIsNotTheNext(t *testing.T) {
 	next.must(data(8, 1, pattern(1, 100)))
 	var early *inLink
 	eventually(t, "the link of the next process", func() bool {
-		for _, l := range *server.peers.ins.Load() {
-			if l.from.id == 9 && l.name == next.own.token.name {
+		for _, l := range server.peers.Ins() {
+			if l.from.id == 9 && l.Process == links.Process(next.own.token.name) {
 				early = l
 			}
 		}
 		return early != nil
 	})
 	server.Admit(9)
-	if !early.held.Load() {
+	if !early.Held.Load() {
 		t.Error("what the next process sends is taken as the peer's, which it is not yet")
 	}
 	server.connect(next)
@@ -159,19 +158,19 @@ func TestAdmittedIsNotTheNext(t *testing.T) {
 // Messages go to the replacement process.
 func TestLinkOfAReplacedProcess(t *testing.T) {
 	server, old, next := twoProcesses(t)
-	old.peers.mu.Lock() // until then it does not answer
+	old.peers.Mu.Lock() // until then it does not answer
 	if err := server.Connect(t.Context(), 9, old.self); err != nil {
 		t.Fatal(err)
 	}
-	server.peers.mu.Lock()
-	was := server.peers.of(9)
-	server.peers.mu.Unlock()
+	server.peers.Mu.Lock()
+	was := server.peers.Of(9)
+	server.peers.Mu.Unlock()
 	server.connect(next)
 	next.connect(server)
 	server.Admit(9)
-	old.peers.mu.Unlock()
+	old.peers.Mu.Unlock()
 	select {
-	case <-was.settled:
+	case <-was.Settled():
 	case <-time.After(limit):
 		t.Fatal("the first link is neither made nor refused")
 	}
@@ -179,21 +178,5 @@ func TestLinkOfAReplacedProcess(t *testing.T) {
 	next.next().Release()
 	if len(old.in) > 0 {
 		t.Error("the process that was replaced has got the message")
-	}
-}
-
-// TestReplacedAreBounded: of the processes that were replaced the latest are remembered; one without a name is not.
-func TestReplacedAreBounded(t *testing.T) {
-	p := newPeers(slog.New(slog.DiscardHandler), nil, nil)
-	defer p.cancel()
-	name := func(i int) (name [16]byte) {
-		binary.LittleEndian.PutUint64(name[:], uint64(i))
-		return name
-	}
-	for i := range maxReplaced + 10 { // the first one has no name
-		p.fenceLocked(9, &outPeer{token: token{name: name(i)}})
-	}
-	if n := len(p.replaced); n != maxReplaced || p.replaced[0] != name(10) || p.replaced[n-1] != name(maxReplaced+9) {
-		t.Errorf("%d are remembered, from %x to %x", n, p.replaced[0], p.replaced[n-1])
 	}
 }

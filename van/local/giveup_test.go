@@ -17,6 +17,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
+	"github.com/stepaf/stepaf-go/van/links"
 )
 
 // linked makes worker 9 and server 8 on these devices, linked both ways.
@@ -346,7 +347,7 @@ func TestRecordChanges(t *testing.T) {
 	b[4] = kindRest // it was kindMessage
 	server.rx.feed.Lock()
 	defer server.rx.feed.Unlock()
-	if p, err := (*server.peers.ins.Load())[0].message(b); !errors.Is(err, van.ErrMalformed) {
+	if p, err := server.peers.Ins()[0].message(b); !errors.Is(err, van.ErrMalformed) {
 		t.Errorf("%v, %v", p, err)
 	}
 }
@@ -363,15 +364,13 @@ func TestDeviceLinkGone(t *testing.T) {
 	if !errors.Is(err, backend.ErrNotExportable) {
 		t.Errorf("a link without a device: %v", err)
 	}
-	worker.peers.mu.Lock()
-	worker.peers.setLink(worker.peers.of(8), nil)
-	worker.peers.mu.Unlock()
+	n := worker.peers.Of(8)
+	worker.peers.Set(n, links.Unlinked, errLinkBroke)
 	if err := worker.Send(value(wdev, 8, 1, pattern(1, 100))); !errors.Is(err, backend.ErrNotExportable) {
 		t.Errorf("no link: %v", err)
 	}
-	worker.peers.mu.Lock()
-	worker.peers.setLink(worker.peers.of(8), l)
-	worker.peers.mu.Unlock()
+	n.SetLink(l)
+	worker.peers.Set(n, links.Linked, nil)
 }
 
 // waiting is a device with a stream that waits for a message. Until that stream's work has ended, calls that free
@@ -470,7 +469,7 @@ func TestPendingCopies(t *testing.T) {
 	pending := func() (full, lost, pending bool) {
 		server.rx.feed.Lock()
 		defer server.rx.feed.Unlock()
-		return s.full(), (*server.peers.ins.Load())[0].lost.Load(), server.receiver.pending()
+		return s.full(), server.peers.Ins()[0].lost.Load(), server.receiver.pending()
 	}
 	eventually(t, "no more is begun", func() bool { full, _, _ := pending(); return full })
 	if _, _, p := pending(); p {
@@ -515,9 +514,9 @@ func TestCloseInPoll(t *testing.T) {
 	if err := <-closed; err != nil {
 		t.Error(err)
 	}
-	worker.peers.mu.Lock()
-	defer worker.peers.mu.Unlock()
-	if n := len(*worker.peers.ins.Load()); worker.own.bell.bell != nil || n != 0 {
+	worker.peers.Mu.Lock()
+	defer worker.peers.Mu.Unlock()
+	if n := len(worker.peers.Ins()); worker.own.bell.bell != nil || n != 0 {
 		t.Errorf("the end of the Poll has left %d links and a bell", n)
 	}
 }

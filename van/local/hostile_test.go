@@ -219,7 +219,7 @@ func TestHostileReceiver(t *testing.T) {
 			worker.must(data(8, 0, []byte("before")))
 			server.next().Release()
 			server.rx.feed.Lock()
-			c.do((*server.peers.ins.Load())[0].seg)
+			c.do(server.peers.Ins()[0].seg)
 			server.rx.feed.Unlock()
 			// Send checks the ring.
 			if err := worker.Send(data(8, 1, []byte("x"))); err == nil {

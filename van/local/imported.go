@@ -115,7 +115,7 @@ func (l *inLink) recvAllocation(b []byte) error {
 		l.c.log.Info("tensors of a peer are copied, not mapped", "peer", van.NodeName(l.from.id), "bytes", size, "why", err)
 		return nil
 	}
-	a.peer, a.addr, a.inode = l.name, addr, inode
+	a.peer, a.addr, a.inode = l.Process, addr, inode
 	x.list = append(x.list, a)
 	return nil
 }

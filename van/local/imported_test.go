@@ -183,5 +183,8 @@ func TestNamedMemory(t *testing.T) {
 		if used := len(p.uses) > 0; used != (c.want > 0) || l.imported.list[0].users.Load() != 1+int32(len(p.uses)) {
 			t.Errorf("%s: %d users of the memory, the message uses it %d times", c.name, l.imported.list[0].users.Load(), len(p.uses))
 		}
+		for _, m := range p.uses {
+			m.Release()
+		}
 	}
 }

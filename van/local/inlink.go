@@ -9,28 +9,26 @@ import (
 	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/failback"
 	"github.com/stepaf/stepaf-go/van/landing"
+	"github.com/stepaf/stepaf-go/van/links"
 )
 
-// inLink receives messages from one peer. The holder of the feed owns its fields, except those that inRing
-// guards, lost, held and fenced.
+// inLink receives messages from one peer. The holder of the feed owns its fields, except those that inRing and
+// Inbound guard, lost and fenced.
 type inLink struct {
 	inRing
-	c    *inCommon
-	from *inPeer
-	name [16]byte // in the peer's token
-	conn *net.UnixConn
-	pid  int         // of the peer's process
-	dev  *peerDevice // its device; nil if it has none or this node cannot copy from it
+	links.Inbound // Process is the name in the peer's token
+	c             *inCommon
+	from          *inPeer
+	conn          *net.UnixConn
+	pid           int         // of the peer's process
+	dev           *peerDevice // its device; nil if it has none or this node cannot copy from it
 
 	batch    inBatch
 	stream   inStream
-	held     atomic.Bool    // no record is consumed yet: this node does not know the peer
-	marks    failback.Marks // no record is consumed until they have arrived
-	fenced   atomic.Bool    // no record is consumed any more: another process is the peer
-	placing  sync.RWMutex   // read-locked while a value is written; write-locked while fenced is set
-	lost     atomic.Bool    // the connection has ended: the ring gets no more records
+	fenced   atomic.Bool  // no record is consumed any more: another process is the peer
+	placing  sync.RWMutex // read-locked while a value is written; write-locked while fenced is set
+	lost     atomic.Bool  // the connection has ended: the ring gets no more records
 	failure  linkFailure
 	imported importedAllocations
 }
@@ -58,6 +56,7 @@ type inStream struct {
 func newInLink(c *inCommon, from *inPeer, conn *net.UnixConn, pid int, seg *segment, bell *bell) *inLink {
 	l := &inLink{c: c, from: from, conn: conn, pid: pid}
 	l.seg, l.bell, l.feed = seg, bell, c.feed
+	l.From = from.id
 	l.refs.Store(1)
 	return l
 }
@@ -495,7 +494,7 @@ func (l *inLink) fail(err error) {
 }
 
 // waits reports whether no record may be consumed yet.
-func (l *inLink) waits() bool { return l.held.Load() || l.marks.Missing() }
+func (l *inLink) waits() bool { return l.Held.Load() || l.Marks.Missing() }
 
 // failed reports whether the link has failed. Its ring is then not read any more.
 func (l *inLink) failed() bool { return l.failure.cause.Load() != nil }

@@ -3,40 +3,46 @@ package local
 // This file registers and removes links from peers, and reports a peer whose link broke.
 
 import (
-	"fmt"
 	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/stepaf/stepaf-go/van"
 )
 
 // addIn starts to receive from l. It refuses a link of a replaced process.
 func (p *peers) addIn(l *inLink) error {
-	p.mu.Lock()
-	if p.closed || slices.Contains(p.replaced, l.name) {
-		defer p.mu.Unlock()
-		if p.closed {
-			return van.ErrClosed
-		}
-		return fmt.Errorf("%s: %w", van.NodeName(l.from.id), van.ErrReplaced)
-	}
-	ins := append(slices.Clone(*p.ins.Load()), l)
-	p.ins.Store(&ins)
-	same, n := p.isOf(l), p.of(l.from.id)
-	switch {
-	case n != nil && !same:
-		p.hold(l, p.unknownTime)
-	case n == nil || !n.admitted:
-		p.hold(l, p.holdTime)
-	}
+	p.Mu.Lock()
+	err := p.EnterLocked(l)
+	n := p.Of(l.From)
+	same := p.IsOfLocked(l, n)
+	p.Mu.Unlock()
 	p.bell.wakeAll()
-	p.mu.Unlock()
-	if same {
-		p.tell(n, l.from.id, true, nil)
+	if err == nil && same {
+		p.Losses.Tell(n.Base(), true, nil)
 	}
-	return nil
+	return err
+}
+
+// start begins to consume the records of l. p.Mu is held.
+func (p *peers) start(l *inLink) {
+	l.Held.Store(false)
+	p.bell.wakeAll()
+}
+
+// arrived tells the sender of l that all marks have arrived. p.Mu is held, since a link is unmapped only after it was removed.
+func (p *peers) arrived(l *inLink) {
+	l.seg.behind().Store(0)
+	p.bell.wakeAll()
+}
+
+// fence stops the use of l: none of its data is handed up or written any more. The receiver removes l. p.Mu is held.
+func (p *peers) fence(l *inLink, _ bool) (unread bool) {
+	l.placing.Lock() // waits for at most one copy
+	l.fenced.Store(true)
+	l.placing.Unlock()
+	_ = l.conn.Close()
+	p.bell.wakeAll()
+	return false
 }
 
 // inLost records that the connection of l has ended. The receiver removes l when its ring is
@@ -48,12 +54,12 @@ func (p *peers) inLost(l *inLink) {
 
 // removeIn removes a link that has ended. The caller holds the feed.
 func (p *peers) removeIn(l *inLink) {
-	p.mu.Lock()
-	ins := slices.DeleteFunc(slices.Clone(*p.ins.Load()), func(x *inLink) bool { return x == l })
-	p.ins.Store(&ins)
-	same, n := p.isOf(l), p.of(l.from.id)
-	again := slices.ContainsFunc(ins, func(x *inLink) bool { return x.from == l.from && x.name == l.name && !x.lost.Load() })
-	p.mu.Unlock()
+	p.Mu.Lock()
+	p.RemoveLocked(l)
+	n := p.Of(l.From)
+	same := p.IsOfLocked(l, n)
+	again := slices.ContainsFunc(p.Ins(), func(x *inLink) bool { return x.from == l.from && x.Process == l.Process && !x.lost.Load() })
+	p.Mu.Unlock()
 	cause := errLinkBroke
 	if err := l.failure.cause.Load(); err != nil {
 		cause = *err
@@ -61,9 +67,9 @@ func (p *peers) removeIn(l *inLink) {
 	inOrder := l.seg.bye().Load() != 0 && !l.failed()
 	l.end()
 	if !inOrder && same {
-		p.tell(n, l.from.id, false, cause)
+		p.Losses.Tell(n.Base(), false, cause)
 		if again { // the peer returned before this link's ring was empty
-			p.tell(n, l.from.id, true, nil)
+			p.Losses.Tell(n.Base(), true, nil)
 		} else {
 			p.awaitReturn(n, l)
 		}
@@ -80,21 +86,17 @@ func (p *peers) awaitReturn(n *outPeer, l *inLink) {
 	if err != nil {
 		return // it has ended
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.closed {
-		_ = unix.Close(fd)
-		return
-	}
-	p.wg.Go(func() {
+	if !p.Go(func() {
 		defer unix.Close(fd)
 		select {
 		case <-time.After(p.returnTime):
-		case <-p.ctx.Done():
+		case <-p.Ctx.Done():
 			return
 		}
 		if !exited(uintptr(fd)) {
-			p.tell(n, l.from.id, true, nil)
+			p.Losses.Tell(n.Base(), true, nil)
 		}
-	})
+	}) {
+		_ = unix.Close(fd)
+	}
 }

@@ -47,9 +47,6 @@ type outLink struct {
 	// for acknowledgements.
 	busy atomic.Bool
 
-	// refused says that the link has ended, and that the peer takes no data of this process any more.
-	refused atomic.Bool
-
 	mu sync.Mutex
 	outRing
 	pins     pins

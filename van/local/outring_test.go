@@ -151,7 +151,7 @@ func TestMemoryOnFirstData(t *testing.T) {
 			}
 		}
 	}
-	if used, links := worker.tx.memory.used.Load(), len(*worker.peers.outs.Load()); used != 0 || links != 0 {
+	if used, links := worker.tx.memory.used.Load(), len(worker.peers.Outs()); used != 0 || links != 0 {
 		t.Errorf("%d links share %d bytes before any data", links, used)
 	}
 	worker.Disconnect(10) // this settles that there is no link

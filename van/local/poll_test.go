@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/links"
 )
 
 // echoing makes x answer every push with one of the same values.
@@ -176,14 +177,14 @@ func TestReplaced(t *testing.T) {
 	if err := worker.Connect(t.Context(), 8, second.self); err != nil {
 		t.Fatal(err)
 	}
-	worker.peers.mu.Lock()
+	worker.peers.Mu.Lock()
 	var held int
-	for _, l := range *worker.peers.ins.Load() {
-		if l.held.Load() {
+	for _, l := range worker.peers.Ins() {
+		if l.Held.Load() {
 			held++
 		}
 	}
-	worker.peers.mu.Unlock()
+	worker.peers.Mu.Unlock()
 	if held > 1 {
 		t.Errorf("%d links are held, want at most that of the second", held)
 	}
@@ -201,14 +202,14 @@ func TestReplaced(t *testing.T) {
 // TestStranger: messages of an unknown peer are delivered after a while.
 func TestStranger(t *testing.T) {
 	n := inproc.NewNetwork()
-	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, func(v *Van) { v.peers.holdTime = holdTime })
+	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, func(v *Van) { v.peers.O.HoldTime = links.HoldTime })
 	worker.start()
 	server.start()
 	begun := time.Now()
 	worker.connect(server)
 	worker.must(data(8, 1, []byte("x")))
 	server.next().Release()
-	if d := time.Since(begun); d < holdTime/2 {
-		t.Errorf("heard after %s, want about %s", d, holdTime)
+	if d := time.Since(begun); d < links.HoldTime/2 {
+		t.Errorf("heard after %s, want about %s", d, links.HoldTime)
 	}
 }

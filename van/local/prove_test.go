@@ -335,12 +335,12 @@ func TestUnprovedDialer(t *testing.T) {
 			_ = d.conn.Close()
 			_ = other.conn.Close()
 			eventually(t, "the connections end", func() bool {
-				server.peers.mu.Lock()
-				defer server.peers.mu.Unlock()
+				server.peers.Mu.Lock()
+				defer server.peers.Mu.Unlock()
 				// The other connection may be accepted only now.
 				return len(server.acceptor.conns) == 0 && len(server.acceptor.handshakes) == 0 && server.Stats().Unauthenticated > 1
 			})
-			if ins := len(*server.peers.ins.Load()); ins != 0 {
+			if ins := len(server.peers.Ins()); ins != 0 {
 				t.Errorf("%d links, want none", ins)
 			}
 			if n := server.Stats().Unauthenticated; n != 2 {
@@ -424,9 +424,9 @@ func TestCrowdedHandshakes(t *testing.T) {
 	if err := server.Connect(t.Context(), 9, worker.self); err != nil {
 		t.Fatal(err)
 	}
-	server.peers.mu.Lock()
+	server.peers.Mu.Lock()
 	held := len(server.acceptor.handshakes)
-	server.peers.mu.Unlock()
+	server.peers.Mu.Unlock()
 	if held > maxHandshakes {
 		t.Errorf("%d connections are in their handshake, want up to %d", held, maxHandshakes)
 	}

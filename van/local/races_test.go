@@ -138,7 +138,7 @@ func TestTakenBack(t *testing.T) {
 	close(release)
 	server.next().Release()
 	eventually(t, "the second message is gone", func() bool {
-		return server.rx.feed.Loop.Budget.Used() == 0 && len(*server.peers.ins.Load()) > 0 && (*server.peers.ins.Load())[0].from.inHand.Load() == 0
+		return server.rx.feed.Loop.Budget.Used() == 0 && len(server.peers.Ins()) > 0 && server.peers.Ins()[0].from.inHand.Load() == 0
 	})
 	select {
 	case m := <-server.in:

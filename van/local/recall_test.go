@@ -82,7 +82,7 @@ func TestRecall(t *testing.T) {
 				t.Error("a message that was not given up did not come")
 			}
 			eventually(t, "all memory is given back", func() bool { return worker.Stats().LentValues == 0 && h.n.Load() == 0 })
-			l := (*worker.peers.outs.Load())[0]
+			l := worker.peers.Outs()[0]
 			l.mu.Lock()
 			defer l.mu.Unlock()
 			if l.unsent() != 0 || len(l.queue.requests) != 0 {
@@ -207,7 +207,7 @@ func TestRefusedPullNamesNothing(t *testing.T) {
 func TestRecallOfEndedLinks(t *testing.T) {
 	for _, mode := range readModes {
 		t.Run("disconnected/"+mode.name, func(t *testing.T) {
-			worker, server := unread(t, func(v *Van) { v.drainTime = limit }, mode.set)
+			worker, server := unread(t, func(v *Van) { v.peers.O.DrainTime = limit }, mode.set)
 			const sent = 8
 			vals, dones := make([][]byte, sent), make([]done, sent)
 			for i := range sent {
@@ -250,7 +250,7 @@ func TestRecallOfEndedLinks(t *testing.T) {
 		connected := make(chan error, 1)
 		go func() { connected <- worker.Connect(t.Context(), 8, server.self) }()
 		eventually(t, "the link is not found any more", func() bool { return worker.peers.link(8) != l })
-		if !slices.Contains(*worker.peers.ending.Load(), l) {
+		if !slices.Contains(worker.peers.Links(), l) {
 			t.Error("Cancel does not find the link, which can still send")
 		}
 		l.mu.Unlock()
@@ -261,8 +261,8 @@ func TestRecallOfEndedLinks(t *testing.T) {
 		if err := <-connected; err != nil {
 			t.Error(err)
 		}
-		if n := len(*worker.peers.ending.Load()); n != 0 {
-			t.Errorf("%d links are still remembered", n)
+		if slices.Contains(worker.peers.Links(), l) {
+			t.Error("the link is still remembered")
 		}
 	})
 }

@@ -24,7 +24,7 @@ type receiver struct {
 	blamed logx.Sparse
 
 	// The holder of the feed uses these.
-	next   int    // index in peers.ins of the link of the last message
+	next   int    // index in peers.Ins of the link of the last message
 	tidied uint64 // the time of the last tidy
 
 	maxSleep time.Duration // the constant, except in tests
@@ -146,10 +146,10 @@ func (r *receiver) Discard(p *inbound) { r.in.release(p) }
 // poll, it skips peers whose earlier messages the loop is still delivering. The caller holds the
 // feed.
 func (r *receiver) scan(poll bool) *inbound {
-	for _, l := range *r.peers.outs.Load() {
+	for _, l := range r.peers.Outs() {
 		l.service()
 	}
-	ins := *r.peers.ins.Load()
+	ins := r.peers.Ins()
 	for range ins {
 		if r.next++; r.next >= len(ins) {
 			r.next = 0
@@ -160,7 +160,7 @@ func (r *receiver) scan(poll bool) *inbound {
 			r.peers.removeIn(l)
 			return nil // the list has changed
 		}
-		if lost && l.marks.Missing() && l.seg.tail().Load() == l.head { // the marks of l were never sent, or do not matter
+		if lost && l.Marks.Missing() && l.seg.tail().Load() == l.head { // the marks of l were never sent, or do not matter
 			r.peers.removeIn(l)
 			return nil // the list has changed
 		}
@@ -191,14 +191,14 @@ func (r *receiver) scan(poll bool) *inbound {
 // briefly. The caller holds the feed.
 func (r *receiver) pending() bool {
 	found := false
-	for _, l := range *r.peers.ins.Load() {
+	for _, l := range r.peers.Ins() {
 		l.tell()
 		failed, may := l.failed(), r.in.feed.Loop.MayRead(&l.from.lane)
 		more := may && !failed && !l.waits() && l.seg.tail().Load() != l.head && !l.dev.full()
-		unused := l.lost.Load() && l.marks.Missing() && l.seg.tail().Load() == l.head
+		unused := l.lost.Load() && l.Marks.Missing() && l.seg.tail().Load() == l.head
 		found = found || more || unused || l.fenced.Load() || l.lost.Load() && !l.waits() && (failed || may && !l.dev.waiting())
 	}
-	for _, l := range *r.peers.outs.Load() {
+	for _, l := range r.peers.Outs() {
 		found = found || l.pending()
 	}
 	if r.polled != nil {
@@ -219,11 +219,11 @@ func (r *receiver) tidy(now uint64) {
 		if err := d.sharer.TidySegments(); err != nil {
 			r.log.Warn("the device does not say what of its memory is mapped", "err", err)
 		}
-		for _, l := range *r.peers.outs.Load() {
+		for _, l := range r.peers.Outs() {
 			l.tidy(now)
 		}
 	}
-	for _, l := range *r.peers.ins.Load() {
+	for _, l := range r.peers.Ins() {
 		if l.dev != nil {
 			l.dev.tidy(now)
 		}

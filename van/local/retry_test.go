@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/failback"
+	"github.com/stepaf/stepaf-go/van/links"
 )
 
 // obstacle keeps a worker from making a link until it is removed.
@@ -57,7 +57,7 @@ func TestLinkLater(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			n := inproc.NewNetwork()
 			worker := newNode(t, n, 9, func(v *Van) {
-				v.dialer.retry.Pause = time.Millisecond
+				v.peers.O.Retry.Pause = time.Millisecond
 				x.worker(v)
 			})
 			server := newNode(t, n, 8, x.server)
@@ -103,8 +103,8 @@ func TestLinkLater(t *testing.T) {
 			if got := worker.stats.sentN.Load() - before; got != 10 {
 				t.Errorf("%d messages went through the link, want 10", got)
 			}
-			eventually(t, "links of earlier tries have ended", func() bool { return len(*server.peers.ins.Load()) == 1 })
-			if !(*server.peers.ins.Load())[0].marks.Missing() {
+			eventually(t, "links of earlier tries have ended", func() bool { return len(server.peers.Ins()) == 1 })
+			if !server.peers.Ins()[0].Marks.Missing() {
 				t.Error("the receiver takes from the link before what was sent earlier was handed up")
 			}
 			close(gate)
@@ -165,7 +165,7 @@ func TestChangeUnderTraffic(t *testing.T) {
 	var free atomic.Bool
 	n := inproc.NewNetwork()
 	worker, server := newNode(t, n, 9, func(v *Van) {
-		v.dialer.retry.Pause = time.Millisecond
+		v.peers.O.Retry.Pause = time.Millisecond
 		v.tx.memory.make = func(n, have int) (int, error) {
 			if !free.Load() {
 				return -1, unix.ENOMEM
@@ -204,34 +204,19 @@ func TestChangeUnderTraffic(t *testing.T) {
 	}
 }
 
-// unlink ends the link to peer id.
-func (x *node) unlink(id int) *outPeer {
-	p := x.peers
-	p.mu.Lock()
-	n := p.of(id)
-	l := p.leavingLocked(n)
-	p.setLink(n, nil)
-	p.mu.Unlock()
-	p.end(l)
-	return n
-}
-
 // TestMarksLost: a link whose marks are lost with the van inside's connection ends as a broken link does, at both ends.
 func TestMarksLost(t *testing.T) {
+	ignore := func(int, bool, error) {}
 	for name, lose := range map[string]func(worker, server *node){
-		"the sender":   func(worker, _ *node) { worker.peers.lostInside(8) },
-		"the receiver": func(_, server *node) { server.peers.lostInside(9) },
+		"the sender":   func(worker, _ *node) { worker.peers.Inside(ignore, 8, false, errLinkBroke) },
+		"the receiver": func(_, server *node) { server.peers.Inside(ignore, 9, false, errLinkBroke) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			worker, server := pairWith(t, func(v *Van) { v.dialer.retry.Pause = time.Hour })
-			n := worker.unlink(8)
-			l, err := worker.dialer.dial(t.Context(), 8, &n.token, true)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if !worker.dialer.add(n, l) { // without marks
-				t.Fatal("the link is not wanted")
-			}
+			worker, server, free := unlinked(t, func(v *Van) { v.peers.O.Inner = &losing{Van: v.peers.O.Inner, all: true} })
+			worker.must(data(8, 0, []byte("x")))
+			server.next().Release()
+			free.Store(true)
+			eventually(t, "the link is made", func() bool { return worker.peers.link(8) != nil })
 			worker.must(data(8, 1, []byte("x")))
 			lose(worker, server)
 			worker.event(8, false)
@@ -244,16 +229,43 @@ func TestMarksLost(t *testing.T) {
 	}
 }
 
-// losing is a van inside that loses its connection, and the message with it, when it sends the first mark.
+// unlinked makes worker 9 and server 8. The worker makes no link before free is set.
+func unlinked(t *testing.T, set func(*Van)) (worker, server *node, free *atomic.Bool) {
+	n := inproc.NewNetwork()
+	free = &atomic.Bool{}
+	worker, server = newNode(t, n, 9, func(v *Van) {
+		v.peers.O.Retry.Pause = time.Millisecond
+		v.tx.memory.make = func(n, have int) (int, error) {
+			if !free.Load() {
+				return -1, unix.ENOMEM
+			}
+			return memfd.Part(n, have)
+		}
+		set(v)
+	}), newNode(t, n, 8, nil)
+	worker.start()
+	server.start()
+	server.connect(worker)
+	if err := worker.Connect(t.Context(), 8, server.self); err != nil {
+		t.Fatal(err)
+	}
+	return worker, server, free
+}
+
+// losing is a van inside that loses its connection, and the message with it, when it sends the first mark, or that loses all marks.
 type losing struct {
 	van.Van
+	all  bool
 	lose func()
 	once sync.Once
 }
 
 func (l *losing) Send(m *van.Message) (err error) {
 	lost := false
-	if _, is := failback.ReadMark(markKind, m); is {
+	if _, is := links.ReadMark(markKind, m); is {
+		if l.all {
+			return nil
+		}
 		l.once.Do(func() {
 			lost = true
 			l.lose()
@@ -267,24 +279,10 @@ func (l *losing) Send(m *van.Message) (err error) {
 
 // TestMarksLostBefore: a link whose marks are lost before it is installed is not used. The next one is.
 func TestMarksLostBefore(t *testing.T) {
-	n := inproc.NewNetwork()
-	var free atomic.Bool
-	worker, server := newNode(t, n, 9, func(v *Van) {
-		v.dialer.retry.Pause = time.Millisecond
-		v.dialer.inner = &losing{Van: v.dialer.inner, lose: func() { v.peers.lostInside(8) }}
-		v.tx.memory.make = func(n, have int) (int, error) {
-			if !free.Load() {
-				return -1, unix.ENOMEM
-			}
-			return memfd.Part(n, have)
-		}
-	}), newNode(t, n, 8, nil)
-	worker.start()
-	server.start()
-	server.connect(worker)
-	if err := worker.Connect(t.Context(), 8, server.self); err != nil {
-		t.Fatal(err)
-	}
+	worker, server, free := unlinked(t, func(v *Van) {
+		lose := func() { v.peers.Inside(func(int, bool, error) {}, 8, false, errLinkBroke) }
+		v.peers.O.Inner = &losing{Van: v.peers.O.Inner, lose: lose}
+	})
 	worker.must(data(8, 0, []byte("x")))
 	free.Store(true)
 	eventually(t, "the link is made", func() bool { return worker.peers.link(8) != nil })
@@ -294,18 +292,18 @@ func TestMarksLostBefore(t *testing.T) {
 			t.Errorf("message %d, want %d", m.Timestamp, i)
 		}
 	}
-	worker.says(errMarksLost.Error())
+	worker.says(links.ErrMarksLost.Error())
 }
 
 // TestHopeless: after an error that no later try can change, there are no more tries, and the log says so.
 func TestHopeless(t *testing.T) {
-	worker, _ := pair(t)
-	n := worker.unlink(8)
-	worker.tx.memory.make = func(int, int) (int, error) { return -1, errProtocol }
-	worker.dialer.link(n)
+	worker, _, _ := unlinked(t, func(v *Van) { v.tx.memory.make = func(int, int) (int, error) { return -1, errProtocol } })
+	if worker.Linked(8) {
+		t.Fatal("linked")
+	}
 	worker.says("for as long as both processes run")
-	if n.over.Load() {
-		t.Error("it is tried again")
+	if s := worker.peers.Of(8).State(); s != links.Unlinked {
+		t.Errorf("state %d: it is tried again", s)
 	}
 	for err, want := range map[error]bool{errProtocol: true, van.ErrReplaced: true, unix.EMFILE: false, errNoBudget: false, errRefused: false,
 		errors.New("i/o timeout"): false} {

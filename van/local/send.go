@@ -333,8 +333,8 @@ func (l *outLink) recall(q *van.Requests) {
 	l.queue.recall(q)
 }
 
-// linger waits until the peer has consumed all messages, at most until ctx ends.
-func (l *outLink) linger(ctx context.Context) {
+// Linger waits until the peer has consumed all messages, at most until ctx ends.
+func (l *outLink) Linger(ctx context.Context) {
 	tick := time.Tick(time.Millisecond)
 	for begun := clock.Now(); ; {
 		l.mu.Lock()

@@ -6,9 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"net"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -18,9 +16,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/failback"
 	"github.com/stepaf/stepaf-go/van/hostmem"
 	"github.com/stepaf/stepaf-go/van/landing"
+	"github.com/stepaf/stepaf-go/van/links"
 )
 
 // Van is a van that sends data messages to peers of the same host through shared memory.
@@ -34,22 +32,18 @@ type Van struct {
 
 	own      endpoint
 	role     atomic.Int32
+	none     error // why this van makes no links; nil if it does
 	dests    *landing.Table
 	copies   copies
-	peers    *peers // its mu guards off and started, too
+	peers    *peers // its Mu guards none and started, too
 	rx       inCommon
 	tx       outCommon
 	receiver receiver
 	dialer   dialer
 	acceptor acceptor
 
-	off     bool // this van makes no links
 	started bool
-
-	closing   atomic.Bool     // Send fails
-	drain     context.Context // its end stops the delivery of sent messages
-	endDrain  context.CancelFunc
-	drainTime time.Duration // the constant, except in tests
+	closing atomic.Bool // Send fails
 }
 
 var (
@@ -68,20 +62,25 @@ var (
 // New wraps in, which must not be bound yet. If shared memory is not available, the van works like in and
 // logs the cause. Use van.As to find the other capabilities of in.
 func New(in van.Van, o van.Options) *Van {
-	v := &Van{inner: in, cfg: o.Config, log: o.Log, backend: o.Backend, dests: landing.New(streamFrom, o.Config.Resend), drainTime: drainTime}
+	v := &Van{inner: in, cfg: o.Config, log: o.Log, backend: o.Backend, dests: landing.New(streamFrom, o.Config.Resend)}
 	v.log = cmp.Or(v.log, slog.New(slog.DiscardHandler))
-	v.drain, v.endDrain = context.WithCancel(context.Background())
 	v.own.id.Store(van.Empty)
 	v.own.bell.fd, v.own.linkTime = -1, linkTime
 	v.own.guard.Keys, v.own.guard.Log = o.Keys, v.log
-	v.peers = newPeers(v.log, &v.own.bell, v.dests)
+	p := &peers{bell: &v.own.bell, returnTime: returnTime, senders: map[int]*inPeer{}}
+	v.peers = p
 	v.rx.self, v.rx.log, v.rx.stats, v.rx.copies, v.rx.dests, v.rx.dropTime = &v.own, v.log, &v.stats, &v.copies, v.dests, dropTime
 	v.rx.mapsMemory = o.Config.SHMMap
 	v.tx = outCommon{log: v.log, stats: &v.stats, copies: &v.copies, budget: int64(o.Config.SendBudget), memory: newRingMemory(v.log, o.Config), roomTimeout: roomTimeout}
 	v.receiver = receiver{self: &v.own, in: &v.rx, peers: v.peers, log: v.log, maxSleep: maxSleep}
 	over := func() string { return van.PathTo(in, van.Empty, true).Over }
-	v.dialer.self, v.dialer.peers, v.dialer.out, v.dialer.log, v.dialer.over, v.dialer.readers = &v.own, v.peers, &v.tx, v.log, over, admitReaders
-	v.dialer.inner, v.dialer.later, v.dialer.retry = in, v.dialer.laterLocked, failback.Retry{Log: v.log, Path: "through shared memory", Inside: over, Pause: failback.FirstPause, Hopeless: hopeless}
+	v.dialer.self, v.dialer.peers, v.dialer.out, v.dialer.log, v.dialer.over, v.dialer.readers = &v.own, p, &v.tx, v.log, over, admitReaders
+	p.Open(links.Options[*outPeer, *outLink, *inLink]{Log: v.log, Inner: in, Over: SharedMemory, Link: "a link through shared memory", Kind: markKind,
+		Together: true, TakesUnknown: true,
+		Retry: links.Retry{Path: "through shared memory", Inside: over, Hopeless: hopeless},
+		Dial:  v.dialer.link, Failed: v.dialer.failed, Keep: v.dialer.keep, Gone: v.dests.Forget, InsideLost: p.insideLost,
+		SetID: func(l *outLink, id int) { l.id.Store(int32(id)) }, Device: func(l *outLink) bool { return l.device },
+		StartLocked: p.start, ArrivedLocked: p.arrived, EndLocked: p.fence})
 	v.acceptor = acceptor{self: &v.own, peers: v.peers, in: &v.rx, log: v.log, conns: map[*net.UnixConn]bool{}}
 	if o.Engine == nil {
 		o.Engine = engine.New(o.Config.BusyPoll.Spin())
@@ -111,19 +110,19 @@ func (v *Van) Bind(ctx context.Context, self van.Node) (int, error) {
 	}
 	v.role.Store(int32(self.Role))
 	v.own.id.Store(int32(self.ID))
-	v.peers.mu.Lock()
-	defer v.peers.mu.Unlock()
-	if self.Role == van.Scheduler || v.acceptor.listener != nil || v.off || v.peers.closed {
+	v.peers.Mu.Lock()
+	defer v.peers.Mu.Unlock()
+	if self.Role == van.Scheduler || v.acceptor.listener != nil || v.none != nil || v.peers.ClosedLocked() {
 		return port, nil
 	}
 	if err := v.open(); err != nil {
-		v.off, v.peers.none = true, err.Error()
+		v.none = err
 		v.log.Warn("no data goes through shared memory", "err", err)
 	}
 	return port, nil
 }
 
-// open opens the doorbell and the socket. The caller holds peers.mu.
+// open opens the doorbell and the socket. The caller holds peers.Mu.
 func (v *Van) open() (err error) {
 	s := &v.own
 	if s.token, err = newToken(); err != nil {
@@ -140,7 +139,7 @@ func (v *Van) open() (err error) {
 	if s.device, s.noDevice = openDevice(v.backend, s.token.name[:]); s.noDevice != nil && v.backend != nil && v.backend.Device().Type != backend.CPU {
 		v.log.Warn("values on the device go through host memory, also on this host", "err", s.noDevice)
 	}
-	v.peers.wg.Add(1)
+	v.peers.WG.Add(1)
 	go v.acceptor.run()
 	return nil
 }
@@ -148,8 +147,8 @@ func (v *Van) open() (err error) {
 // Endpoint implements van.Advertiser. It returns nil if the node cannot be reached
 // through memory.
 func (v *Van) Endpoint() []byte {
-	v.peers.mu.Lock()
-	defer v.peers.mu.Unlock()
+	v.peers.Mu.Lock()
+	defer v.peers.Mu.Unlock()
 	if v.acceptor.listener == nil {
 		return nil
 	}
@@ -158,13 +157,13 @@ func (v *Van) Endpoint() []byte {
 
 // Start implements van.Van.
 func (v *Van) Start(recv van.Receiver) {
-	v.peers.mu.Lock()
+	v.peers.Mu.Lock()
 	v.receiver.deliver = recv
-	start := v.acceptor.listener != nil && !v.peers.closed
+	start := v.acceptor.listener != nil && !v.peers.ClosedLocked()
 	v.started = start
-	v.peers.mu.Unlock()
+	v.peers.Mu.Unlock()
 	v.inner.Start(func(m *van.Message) {
-		if !m.IsControl() && v.peers.marked(m) {
+		if !m.IsControl() && v.peers.Marked(m) {
 			return
 		}
 		if !m.Request && !m.Push && !m.IsControl() {
@@ -183,21 +182,71 @@ func (v *Van) SetID(id int) {
 	v.inner.SetID(id)
 }
 
+// Connect implements van.Van. Links to reachable peers are made when this node sends its first data message to one
+// of them: a node that sends no data shares no memory. Messages wait until the result is known.
+func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
+	if err := v.inner.Connect(ctx, id, peer); err != nil {
+		return err
+	}
+	if id <= 0 || id == van.SchedulerID || v.role.Load() == int32(van.Scheduler) || v.own.id.Load() == van.Empty {
+		return nil // this node sends no data to that peer
+	}
+	n := &outPeer{}
+	who, _ := peer.Extension()
+	t, offers := parseToken(who.Local)
+	n.token = t
+	n.Init(id, t.name, who.Incarnation)
+	v.peers.Mu.Lock()
+	on, none := v.acceptor.listener != nil, v.none
+	v.peers.Mu.Unlock()
+	switch why := v.own.token.reach(&t); {
+	case !on:
+		n.Unlink(none)
+	case !offers || why != "":
+		if !offers {
+			why = "the peer offers none: it is a C++ node, or has BYTEPS_ENABLE_IPC=0"
+		}
+		v.log.Info("no shared memory with a peer", "peer", n.Name(), "why", why)
+		n.Unlink(errors.New(why))
+	}
+	v.peers.Connect(n)
+	return nil
+}
+
+// Disconnect implements van.Van. It does not wait until the sent messages are delivered.
+func (v *Van) Disconnect(id int) { v.peers.Disconnect(id) }
+
+// Rename implements van.Van.
+func (v *Van) Rename(old, id int) error { return v.peers.Rename(old, id) }
+
+// Admit implements van.Admitter.
+func (v *Van) Admit(id int) { v.peers.Admit(id) }
+
+// WatchPeers implements van.PeerWatcher. It also reports a peer as lost when its link
+// breaks.
+func (v *Van) WatchPeers(f func(id int, up bool, cause error)) { v.peers.Watch(f) }
+
 // Send implements van.Van.
 func (v *Van) Send(msg *van.Message) error {
 	if msg.IsControl() {
 		return v.inner.Send(msg)
 	}
-	l := v.peers.settledLink(msg.Receiver)
+	l := v.peers.link(msg.Receiver)
 	if l == nil {
-		sent, err := v.peers.sendInside(v.inner, msg)
-		if !sent {
-			return v.Send(msg)
+		n := v.peers.Await(msg.Receiver)
+		sent, err := v.sendInside(n, msg)
+		switch {
+		case errors.Is(err, van.ErrInvalid) && onDevice(msg):
+			return fmt.Errorf("%w: %w", err, backend.ErrNotExportable) // a link has existed until now
+		case sent:
+			return err
+		case v.closing.Load():
+			return v.sendError(msg, van.ErrClosed)
 		}
-		if errors.Is(err, van.ErrInvalid) && onDevice(msg) {
-			err = fmt.Errorf("%w: %w", err, backend.ErrNotExportable) // a link has existed until now
+		if state, why := v.peers.Status(n); state == links.Refused {
+			return v.sendError(msg, fmt.Errorf("%w: %w", van.ErrPeerLost, why))
 		}
-		return err
+		return v.Send(msg)
 	}
 	if v.closing.Load() {
 		return v.sendError(msg, van.ErrClosed)
@@ -231,6 +280,19 @@ func (v *Van) Send(msg *van.Message) error {
 	}
 	v.stats.sent(size)
 	return nil
+}
+
+// sendInside sends msg over the van inside if data to n goes there. n may be nil.
+func (v *Van) sendInside(n *outPeer, msg *van.Message) (sent bool, err error) {
+	if n == nil || n.State() == links.Unlinked {
+		return true, v.inner.Send(msg)
+	}
+	n.inside.RLock()
+	defer n.inside.RUnlock()
+	if n.State() != links.Fallback {
+		return false, nil
+	}
+	return true, v.inner.Send(msg)
 }
 
 // onDevice reports whether a value of msg lies on a device.
@@ -328,10 +390,7 @@ func (v *Van) Invalidate(mem backend.Mem) {
 
 // Cancel implements van.Canceler.
 func (v *Van) Cancel(q van.Requests) {
-	for _, l := range *v.peers.outs.Load() {
-		l.recall(&q)
-	}
-	for _, l := range *v.peers.ending.Load() { // after outs: see leavingLocked
+	for _, l := range v.peers.Links() {
 		l.recall(&q)
 	}
 	if r, ok := van.As[van.Canceler](v.inner); ok {
@@ -345,23 +404,16 @@ const SharedMemory = "shared memory"
 // PathTo implements van.PathChooser. Send refuses a value on the device that cannot be exported to other
 // processes with backend.ErrNotExportable, even if Device is set.
 func (v *Van) PathTo(id int, now bool) van.Path {
-	why, settled := "", true
-	var l *outLink
-	if now {
-		why, settled = v.peers.whyNot(id) // first: the link may be made meanwhile
-		l = v.peers.link(id)
-	} else {
-		l = v.peers.settledLink(id)
+	if v.peers.Of(id) != nil {
+		return v.peers.PathTo(id, now)
 	}
-	switch {
-	case l != nil && l.refused.Load():
-		return van.Path{}.Not(SharedMemory, l.why().Error())
-	case l != nil:
-		return van.Path{Over: SharedMemory, Device: l.device}
-	case !settled:
-		return van.Undecided()
+	path := van.PathTo(v.inner, id, now)
+	v.peers.Mu.Lock()
+	defer v.peers.Mu.Unlock()
+	if v.none != nil {
+		path = path.Not(SharedMemory, v.none.Error())
 	}
-	return van.PathTo(v.inner, id, now).Not(SharedMemory, why)
+	return path
 }
 
 // Stats implements van.Meter. The counters include messages over the van inside.
@@ -381,37 +433,16 @@ func (v *Van) Stats() van.Stats {
 func (v *Van) Close(ctx context.Context) error {
 	v.engine.EndPoll(ctx)
 	p := v.peers
-	p.mu.Lock()
-	listener := v.acceptor.listener
-	if p.closed || listener == nil {
-		p.closed = true
-		p.mu.Unlock()
+	first := p.BeginClose()
+	p.Mu.Lock()
+	listener, started := v.acceptor.listener, v.started
+	p.Mu.Unlock()
+	if !first || listener == nil {
 		return v.inner.Close(ctx)
 	}
-	p.closed = true
 	v.closing.Store(true)
-	links, draining, started := *p.outs.Load(), slices.Collect(maps.Values(p.draining)), v.started
-	p.mu.Unlock()
 	_ = listener.Close()
-	p.cancel()
-	// The receiver continues meanwhile: the peer may also wait until its messages are received.
-	var all sync.WaitGroup
-	for _, l := range links {
-		all.Go(func() {
-			l.linger(ctx)
-			if n := l.close(true); n > 0 {
-				v.log.Warn("closed with messages that the peer has not taken", "peer", van.NodeName(int(l.id.Load())), "messages", n)
-			}
-		})
-	}
-	for _, left := range draining {
-		select {
-		case <-left:
-		case <-ctx.Done():
-		}
-	}
-	v.endDrain()
-	all.Wait()
+	p.Close(ctx) // the receiver continues meanwhile: the peer may also wait until its messages are received
 	// The loop has been woken. It ends at once unless a handler is running, so stopTime applies even if ctx has
 	// ended.
 	stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopTime)
@@ -426,7 +457,7 @@ func (v *Van) Close(ctx context.Context) error {
 		}
 	}
 	v.acceptor.closeConns()
-	p.wg.Wait()
+	p.WG.Wait()
 	if err == nil {
 		if v.rx.feed.Free(stop, v.freeLinks) != nil {
 			v.log.Warn("a Poll still receives: its memory is kept")
@@ -446,7 +477,7 @@ const stopTime = 200 * time.Millisecond
 
 // freeLinks ends all inbound links. The caller holds the feed.
 func (v *Van) freeLinks() {
-	for _, l := range *v.peers.ins.Load() {
+	for _, l := range v.peers.Ins() {
 		v.peers.removeIn(l)
 	}
 	v.own.bell.close()

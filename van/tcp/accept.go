@@ -61,7 +61,7 @@ func (a *acceptor) run() {
 			a.n.rarely(logx.Kind(err)).Error("a connection for data could not be accepted", "err", err)
 			select {
 			case <-time.After(100 * time.Millisecond):
-			case <-a.peers.ctx.Done():
+			case <-a.peers.Ctx.Done():
 				return
 			}
 			continue
@@ -116,7 +116,8 @@ func (a *acceptor) serve(c net.Conn) {
 		_ = unix.Close(fd)
 		return
 	}
-	in := &inConn{n: a.n, from: a.peers.sender(h.id), incarnation: h.own, fd: fd, tls: detach(conn, fd, false)}
+	in := &inConn{n: a.n, from: a.peers.sender(h.id), fd: fd, tls: detach(conn, fd, false)}
+	in.Process = processOf(h.own)
 	verdict := a.peers.enter(in, &h)
 	a.n.say(conn, verdict)
 	if verdict != verdictYes {

@@ -142,7 +142,7 @@ func cutBatch(t *testing.T, options func(*van.Options)) {
 		m.Done = counter{&done}
 		worker.must(m)
 	}
-	c := worker.peers.of(8).conn.Load()
+	c := worker.peers.Of(8).conn.Load()
 	c.mu.Lock()
 	c.fail(errClosed)
 	c.mu.Unlock()

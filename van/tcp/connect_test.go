@@ -22,6 +22,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/auth"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/links"
 )
 
 // TestReplaced: when another process has a peer's id, nothing more of the former process is delivered, its connections end, and it
@@ -63,10 +64,10 @@ func notBeforeAdmit(t *testing.T, options func(*van.Options)) {
 	other.connect(server)
 	other.must(dataMessage(8, 2, true, true, []byte("of another process")))
 	vantest.Eventually(t, limit, "its connection is there", func() bool {
-		server.peers.mu.Lock()
-		defer server.peers.mu.Unlock()
-		for _, c := range server.peers.ins {
-			if c.held {
+		server.peers.Mu.Lock()
+		defer server.peers.Mu.Unlock()
+		for _, c := range server.peers.Ins() {
+			if c.Held.Load() {
 				return true
 			}
 		}
@@ -83,15 +84,15 @@ func notBeforeAdmit(t *testing.T, options func(*van.Options)) {
 	}
 }
 
-// TestAdmittedByTime: a replacement process is admitted without Admit after holdTime.
+// TestAdmittedByTime: a replacement process is admitted without Admit after HoldTime.
 func TestAdmittedByTime(t *testing.T) {
 	worker, server := pair(t, nil)
 	other := start(t, 9, nil)
 	server.connect(other)
 	admitted := func() bool {
-		server.peers.mu.Lock()
-		defer server.peers.mu.Unlock()
-		return server.peers.of(9).admitted
+		server.peers.Mu.Lock()
+		defer server.peers.Mu.Unlock()
+		return server.peers.Of(9).Admitted
 	}
 	vantest.Eventually(t, limit, "its admission", admitted)
 	other.connect(server)
@@ -111,9 +112,9 @@ func brokenConnection(t *testing.T, options func(*van.Options)) {
 	worker, server := pair(t, options)
 	worker.must(dataMessage(8, 1, true, true, []byte("before")))
 	server.next().Release()
-	server.peers.mu.Lock()
-	_ = unix.Shutdown(server.peers.ins[0].fd, unix.SHUT_RDWR)
-	server.peers.mu.Unlock()
+	server.peers.Mu.Lock()
+	_ = unix.Shutdown(server.peers.Ins()[0].fd, unix.SHUT_RDWR)
+	server.peers.Mu.Unlock()
 	vantest.Eventually(t, limit, "the loss and the return are reported", func() bool { return worker.told("8 false", "8 true") })
 	worker.must(dataMessage(8, 2, true, true, []byte("after")))
 	if m := server.next(); m.Timestamp != 2 {
@@ -130,7 +131,7 @@ func lostOnTheWay(t *testing.T, options func(*van.Options)) {
 	for i := range 4 {
 		worker.must(dataMessage(8, i, true, true, pattern(8<<20, i)))
 	}
-	c := worker.peers.of(8).conn.Load()
+	c := worker.peers.Of(8).conn.Load()
 	_ = unix.Shutdown(c.fd, unix.SHUT_RDWR)
 	vantest.Eventually(t, limit, "the sender reports the loss and the return", func() bool { return worker.told("8 false", "8 true") })
 	worker.must(dataMessage(8, 5, true, true, []byte("after")))
@@ -286,7 +287,7 @@ func TestClass(t *testing.T) {
 	}
 	has := func(when string, class int) {
 		t.Helper()
-		tos, err := unix.GetsockoptInt(worker.peers.of(8).conn.Load().fd, unix.IPPROTO_IP, unix.IP_TOS)
+		tos, err := unix.GetsockoptInt(worker.peers.Of(8).conn.Load().fd, unix.IPPROTO_IP, unix.IP_TOS)
 		if err != nil || tos != class<<2 {
 			t.Errorf("%s: the connection has class %d, %v, want %d", when, tos>>2, err, class)
 		}
@@ -299,11 +300,11 @@ func TestClass(t *testing.T) {
 	has("set before the connection", 46)
 	worker.SetTrafficClasses(map[int]int{8: 10})
 	has("changed", 10)
-	before := worker.peers.of(8).conn.Load()
-	server.peers.mu.Lock()
-	_ = unix.Shutdown(server.peers.ins[0].fd, unix.SHUT_RDWR)
-	server.peers.mu.Unlock()
-	vantest.Eventually(t, limit, "another connection", func() bool { return worker.peers.of(8).conn.Load() != before })
+	before := worker.peers.Of(8).conn.Load()
+	server.peers.Mu.Lock()
+	_ = unix.Shutdown(server.peers.Ins()[0].fd, unix.SHUT_RDWR)
+	server.peers.Mu.Unlock()
+	vantest.Eventually(t, limit, "another connection", func() bool { return worker.peers.Of(8).conn.Load() != before })
 	exchange()
 	has("after a break", 10)
 	worker.SetTrafficClasses(nil)
@@ -313,7 +314,7 @@ func TestClass(t *testing.T) {
 // TestForgets: the place for an answer is released when its peer is lost or disconnected.
 func TestForgets(t *testing.T) {
 	for name, leave := range map[string]func(worker *end){
-		"lost":         func(worker *end) { _ = unix.Shutdown(worker.peers.of(8).conn.Load().fd, unix.SHUT_RDWR) },
+		"lost":         func(worker *end) { _ = unix.Shutdown(worker.peers.Of(8).conn.Load().fd, unix.SHUT_RDWR) },
 		"disconnected": func(worker *end) { worker.Disconnect(8) },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -422,20 +423,20 @@ func TestSilentDialer(t *testing.T) {
 func TestHeldAreFew(t *testing.T) {
 	worker, server := pair(t, nil)
 	p := server.peers
-	for i := range maxHeld + 10 {
+	for i := range links.MaxHeld + 10 {
 		fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC)
 		if err != nil {
 			t.Skipf("this machine has no more descriptors: %v", err)
 		}
-		if v := p.enter(&inConn{n: &server.own, from: p.sender(11), incarnation: uint32(1<<20 + i), fd: fd}, &hello{}); v != verdictYes {
+		if v := p.enter(&inConn{Inbound: links.Inbound{Process: processOf(uint32(i))}, n: &server.own, from: p.sender(11), fd: fd}, &hello{}); v != verdictYes {
 			t.Fatalf("connection %d: verdict %d", i, v)
 		}
 	}
-	p.mu.Lock()
-	n, first := len(p.ins), p.ins[0].incarnation
-	p.mu.Unlock()
-	if n != maxHeld || first != 1<<20+10 {
-		t.Errorf("%d connections wait, the first is number %d; want %d and number 10", n, first-1<<20, maxHeld)
+	p.Mu.Lock()
+	n, first := len(p.Ins()), p.Ins()[0].Process
+	p.Mu.Unlock()
+	if n != links.MaxHeld || first != processOf(10) {
+		t.Errorf("%d connections wait, the first is of process %x; want %d and process 10", n, first, links.MaxHeld)
 	}
 	worker.must(dataMessage(8, 1, true, true, []byte("member")))
 	server.next().Release()
@@ -444,46 +445,49 @@ func TestHeldAreFew(t *testing.T) {
 // TestEndOfHold: when its time is over, a connection that waits is read if this node knows its process, and otherwise ends.
 func TestEndOfHold(t *testing.T) {
 	for name, c := range map[string]struct {
-		known *peer // under the id of the connection's process
-		timer bool  // the test waits for the end of the time
-		reads bool
+		known    uint32 // the incarnation of the process that has the id
+		admitted bool
+		timer    bool // the test waits for the end of the time
+		reads    bool
 	}{
-		"no process has the id":                      {nil, false, false},
-		"another process has the id":                 {&peer{incarnation: 2, admitted: true}, false, false},
-		"the process is known, and was not admitted": {&peer{incarnation: 1}, false, true},
-		"the time passes":                            {&peer{incarnation: 1}, true, true},
+		"no process has the id":                      {0, false, false, false},
+		"another process has the id":                 {2, true, false, false},
+		"the process is known, and was not admitted": {1, false, false, true},
+		"the time passes":                            {1, false, true, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			server := start(t, 8, nil)
 			p, read := server.peers, 0
 			p.read = func(*inConn) error { read++; return nil }
-			if c.known != nil {
-				c.known.id.Store(9)
-				p.change(func(all map[int]*peer) { all[9] = c.known })
+			if c.known != 0 {
+				n := &peer{}
+				n.Init(9, processOf(c.known), c.known)
+				p.Connect(n)
+				n.Admitted = c.admitted
 			}
 			fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC)
 			if err != nil {
 				t.Fatal(err)
 			}
-			in := &inConn{n: &server.own, from: p.sender(9), incarnation: 1, fd: fd}
+			in := &inConn{Inbound: links.Inbound{Process: processOf(1)}, n: &server.own, from: p.sender(9), fd: fd}
 			if v := p.enter(in, &hello{}); v != verdictYes {
 				t.Fatalf("verdict %d, want a connection that waits", v)
 			}
 			held := func() bool {
-				p.mu.Lock()
-				defer p.mu.Unlock()
-				return in.held
+				p.Mu.Lock()
+				defer p.Mu.Unlock()
+				return in.Held.Load()
 			}
 			if c.timer {
 				vantest.Eventually(t, limit, "the end of the time", func() bool { return !held() })
 			} else if !held() {
 				t.Fatal("it does not wait")
 			}
-			p.endHold(in)
-			p.mu.Lock()
-			defer p.mu.Unlock()
-			if in.held || (read == 1) != c.reads || (len(p.ins) == 1) != c.reads {
-				t.Errorf("held %t, read %d times, %d connections; want it to be read: %t", in.held, read, len(p.ins), c.reads)
+			p.EndHold(in)
+			p.Mu.Lock()
+			defer p.Mu.Unlock()
+			if in.Held.Load() || (read == 1) != c.reads || (len(p.Ins()) == 1) != c.reads {
+				t.Errorf("held %t, read %d times, %d connections; want it to be read: %t", in.Held.Load(), read, len(p.Ins()), c.reads)
 			}
 		})
 	}
@@ -524,11 +528,11 @@ func TestStaleEvent(t *testing.T) {
 	worker, server := pair(t, nil)
 	worker.must(dataMessage(8, 1, true, true, []byte("first")))
 	server.next().Release()
-	c := worker.peers.of(8).conn.Load()
+	c := worker.peers.Of(8).conn.Load()
 	c.broke()
 	worker.must(dataMessage(8, 2, true, true, []byte("second")))
-	if m := server.next(); m.Timestamp != 2 || worker.peers.of(8).conn.Load() != c {
-		t.Errorf("message %d arrived, over another connection: %t", m.Timestamp, worker.peers.of(8).conn.Load() != c)
+	if m := server.next(); m.Timestamp != 2 || worker.peers.Of(8).conn.Load() != c {
+		t.Errorf("message %d arrived, over another connection: %t", m.Timestamp, worker.peers.Of(8).conn.Load() != c)
 	}
 }
 

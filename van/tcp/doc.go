@@ -6,7 +6,7 @@
 // A connection has one direction. The sender dials the data port in the receiver's node record
 // (van.NodeExtension.DataPort) when it first sends data to that peer. Send waits until the connection is made or has failed, for at
 // most dialTime (tlsTime with TLS). If the first attempt has failed, for example because the peer was stopped, the peer's data goes over
-// the van inside until a later attempt succeeds (failback.go). The log has the reason, and the change.
+// the van inside until a later attempt succeeds (van/links). The log has the reason, and the change.
 // Nodes with different STEPAF_TLS send each other no data.
 //
 // Both ends introduce themselves before anything else (handshake.go). If the cluster has a secret, both prove that they know it.
@@ -37,6 +37,6 @@
 // # Files
 //
 // frame and handshake know the bytes; out is the sender's end of a connection, in and inbound the receiver's; source is the
-// engine's source; peers decides which connections there are; dial, failback and accept make them; tls encrypts their bytes; silence ends connections whose
+// engine's source; peers and van/links decide which connections there are; dial and accept make them; tls encrypts their bytes; silence ends connections whose
 // peer acknowledges nothing; van combines all parts.
 package tcp

@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/auth"
-	"github.com/stepaf/stepaf-go/van/failback"
+	"github.com/stepaf/stepaf-go/van/links"
 )
 
 // firewall stands before the data port of a node. While it is shut, connections to that port end at once, or get no answer.
@@ -78,7 +78,7 @@ func (f *firewall) pass(c net.Conn, ends chan struct{}) {
 }
 
 // soon makes e repeat attempts to connect without long pauses.
-func soon(e *end) { e.dialer.dialTime, e.dialer.later.Pause = 200*time.Millisecond, time.Millisecond }
+func soon(e *end) { e.dialer.dialTime, e.peers.O.Retry.Pause = 200*time.Millisecond, time.Millisecond }
 
 func (e *end) says(line string) {
 	e.t.Helper()
@@ -160,11 +160,11 @@ func failsBack(t *testing.T, options func(*van.Options), silent bool) {
 		t.Errorf("%d messages went over connections, want 20", n)
 	}
 	for _, to := range []*end{worker, server} {
-		to.peers.mu.Lock()
-		if c := to.peers.ins[len(to.peers.ins)-1]; !c.awaits.marks.Missing() || c.joined {
+		to.peers.Mu.Lock()
+		if c := to.peers.Ins()[len(to.peers.Ins())-1]; !c.Marks.Missing() || !c.Held.Load() {
 			t.Errorf("node %d reads the connection before the messages that were sent earlier", to.self.ID)
 		}
-		to.peers.mu.Unlock()
+		to.peers.Mu.Unlock()
 	}
 	openWorker()
 	openServer()
@@ -202,7 +202,7 @@ func TestFailbackUnderTraffic(t *testing.T) {
 	}
 	for after := 0; after < 1000; sent++ {
 		worker.must(dataMessage(8, sent, true, true, pattern(100, sent)))
-		if worker.peers.of(8).conn.Load() != nil {
+		if worker.peers.Of(8).conn.Load() != nil {
 			after++
 		} else if sent == 500 {
 			wall.open.Store(true)
@@ -223,7 +223,7 @@ type lossy struct {
 }
 
 func (l *lossy) Send(m *van.Message) error {
-	if _, ok := failback.ReadMark(markKind, m); ok && l.lose.Load() {
+	if _, ok := links.ReadMark(markKind, m); ok && l.lose.Load() {
 		return nil
 	}
 	return l.Van.Send(m)
@@ -234,16 +234,16 @@ func (l *lossy) Send(m *van.Message) error {
 func TestMarksLost(t *testing.T) {
 	broke := errors.New("a test")
 	for name, lose := range map[string]func(worker, server *end, c *inConn){
-		"the sender":   func(worker, _ *end, _ *inConn) { worker.peers.inside(worker.watch, 8, false, broke) },
-		"the receiver": func(_, server *end, _ *inConn) { server.peers.inside(server.watch, 9, false, broke) },
-		"time is over": func(_, server *end, c *inConn) { server.peers.endMarks(c, 0) },
+		"the sender":   func(worker, _ *end, _ *inConn) { worker.peers.Inside(worker.watch, 8, false, broke) },
+		"the receiver": func(_, server *end, _ *inConn) { server.peers.Inside(server.watch, 9, false, broke) },
+		"time is over": func(_, server *end, c *inConn) { server.peers.EndMarks(c, 0) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			worker, server := start(t, 9, nil), start(t, 8, nil)
 			soon(worker)
 			inside := &lossy{Van: worker.inner}
 			inside.lose.Store(true)
-			worker.dialer.inner = inside
+			worker.peers.O.Inner = inside
 			wall := behindFirewall(server, false)
 			worker.connect(server)
 			server.connect(worker)
@@ -253,10 +253,10 @@ func TestMarksLost(t *testing.T) {
 			worker.must(dataMessage(8, 1, true, true, nil)) // is lost
 			inside.lose.Store(false)
 			server.wantOrder(1)
-			server.peers.mu.Lock()
-			c := server.peers.ins[len(server.peers.ins)-1]
-			server.peers.mu.Unlock()
-			if !c.awaits.marks.Missing() {
+			server.peers.Mu.Lock()
+			c := server.peers.Ins()[len(server.peers.Ins())-1]
+			server.peers.Mu.Unlock()
+			if !c.Marks.Missing() {
 				t.Fatal("the connection does not wait for its marks")
 			}
 			lose(worker, server, c)
@@ -285,7 +285,7 @@ func TestMarksAgain(t *testing.T) {
 	wall.open.Store(true)
 	worker.says("from now on, no longer over")
 	worker.must(dataMessage(8, -1, true, true, nil)) // is lost
-	c := worker.peers.of(8).conn.Load()
+	c := worker.peers.Of(8).conn.Load()
 	c.mu.Lock()
 	c.fail(errClosed)
 	c.mu.Unlock()
@@ -300,15 +300,12 @@ func TestMarksAgain(t *testing.T) {
 func TestHopeless(t *testing.T) {
 	worker, server := start(t, 9, nil), start(t, 8, nil)
 	soon(worker)
-	server.peers.mu.Lock()
-	server.peers.replaced = append(server.peers.replaced, worker.own.incarnation)
-	server.peers.mu.Unlock()
 	worker.connect(server)
 	server.connect(worker)
+	server.connect(start(t, 9, nil))
 	worker.must(dataMessage(8, 0, true, true, nil))
 	worker.says("for as long as both processes run")
-	worker.peers.cancel()
-	worker.peers.wg.Wait() // there is no goroutine that tries again
+	worker.peers.WG.Wait() // there is no goroutine that tries again
 	for err, want := range map[error]bool{verdictVersion.err(): true, verdictReplaced.err(): true, auth.ErrOtherSecret: true, van.ErrClosed: true,
 		verdictClosed.err(): false, verdictOther.err(): false, io.EOF: false, errors.New("i/o timeout"): false} {
 		if hopeless(err) != want {

@@ -9,7 +9,7 @@ package tcp
 //	12  u32      its incarnation             24  u8[16]   proof, zeros without keys
 //	16  u32      the listener's incarnation
 //	20  u32      flags. 1: it proves that it knows the secret. 2: its earlier connection broke, so messages may be lost. 4: data went over
-//	             the van inside before; marks there have the first 8 bytes of the random number (van/failback)
+//	             the van inside before; marks there have the first 8 bytes of the random number (van/links)
 //	24  u8[16]   its random number
 //
 //	dialer: proof, if its hello says so      listener: admission, after everything

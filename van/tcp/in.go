@@ -13,8 +13,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
-	"github.com/stepaf/stepaf-go/van/failback"
 	"github.com/stepaf/stepaf-go/van/landing"
+	"github.com/stepaf/stepaf-go/van/links"
 )
 
 // sender is the order of one peer's messages, over whichever connection they arrive.
@@ -23,7 +23,7 @@ type sender struct {
 	queue       engine.PeerQueue[*inbound]
 	undelivered atomic.Int32 // messages that the loop has received and not delivered
 	blame       engine.SlowDetector
-	known       bool // a connection of the peer was read; peers.mu
+	known       bool // a connection of the peer was read; peers.Mu
 }
 
 // inbound is a received message with its memory.
@@ -65,11 +65,11 @@ func (p *inbound) weight() int {
 
 // inConn is the receiver's end of a connection. The holder of the feed uses its fields, unless they say otherwise.
 type inConn struct {
-	n           *common
-	from        *sender
-	incarnation uint32
-	fd          int
-	tls         *encrypted // nil without STEPAF_TLS
+	links.Inbound
+	n    *common
+	from *sender
+	fd   int
+	tls  *encrypted // nil without STEPAF_TLS
 
 	buf     []byte
 	r, w    int            // buf[r:w] is received and not parsed
@@ -85,18 +85,10 @@ type inConn struct {
 	hangup  bool           // the peer has closed the connection: it is read to its end
 	cause   error          // why it has ended
 
-	mu     sync.Mutex // held while bytes are read
-	fenced bool       // no further message is delivered: another process has the sender's id, or a later connection has replaced this one; mu, peers.mu
-	held   bool       // not read yet; peers.mu
-	again  bool       // an earlier connection of the process broke, and the watcher has not been notified; peers.mu
-	joined bool       // the source has it; peers.mu
-	awaits awaits     // conditions for the first read
-}
-
-// awaits are the events after which an admitted connection is read.
-type awaits struct {
-	watcher bool           // the call of the watcher for a loss; peers.mu
-	marks   failback.Marks // see van/failback
+	mu            sync.Mutex // held while bytes are read
+	fenced        bool       // no further message is delivered: another process has the sender's id, or a later connection has replaced this one; mu, peers.Mu
+	again         bool       // an earlier connection of the process broke, and the watcher has not been notified; peers.Mu
+	awaitsWatcher bool       // not read before the watcher was called for a loss; peers.Mu
 }
 
 // bufLen is the length of the buffer of a connection. The values of messages longer than half of it are read straight to

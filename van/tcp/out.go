@@ -16,6 +16,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/links"
 )
 
 // outConn is the sender's end of a connection.
@@ -80,6 +81,19 @@ func newOutConn(n *common, id, fd int, remove func(fd int)) *outConn {
 	c := &outConn{n: n, fd: fd, remove: remove, broken: make(chan struct{})}
 	c.id.Store(int32(id))
 	return c
+}
+
+// mayWait reports whether the receiver of c may not have begun to read it, because marks have not arrived. Marks also precede the
+// connections after c then: if c breaks, data sent before it over the van inside may still be on its way.
+func (c *outConn) mayWait() bool { return c.afterMarks && time.Since(c.made) < 2*links.MarkTime }
+
+// insideLost ends c if it may wait for marks.
+func (c *outConn) insideLost(cause error) {
+	if c.mayWait() {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.fail(fmt.Errorf("the connection that carried the data before has broken: %w", cause))
+	}
 }
 
 // unsent is the number of bytes that wait. c.mu is held.
@@ -399,8 +413,8 @@ func (c *outConn) broke() {
 	c.fail(err)
 }
 
-// linger waits until everything has been written, until ctx ends at most.
-func (c *outConn) linger(ctx context.Context) {
+// Linger waits until everything has been written, until ctx ends at most.
+func (c *outConn) Linger(ctx context.Context) {
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
 	for {
@@ -422,8 +436,8 @@ func (c *outConn) linger(ctx context.Context) {
 	}
 }
 
-// close ends the connection and returns how many messages were not written.
-func (c *outConn) close() (lost int) {
+// Close ends the connection and returns how many messages were not written.
+func (c *outConn) Close() (lost int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.gone {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/links"
 )
 
 // TestCancelAfterDisconnect: the memory of canceled requests is the caller's again although their connection still sends its queue after
@@ -41,9 +42,9 @@ func TestConnectAgain(t *testing.T) {
 			worker.must(dataMessage(8, k*count+i, true, true, pattern(8000, i)))
 		}
 		vantest.Eventually(t, limit, "the connections", func() bool {
-			server.peers.mu.Lock()
-			defer server.peers.mu.Unlock()
-			return len(server.peers.ins) == k+1
+			server.peers.Mu.Lock()
+			defer server.peers.Mu.Unlock()
+			return len(server.peers.Ins()) == k+1
 		})
 		if k < times-1 {
 			worker.Disconnect(8)
@@ -57,6 +58,30 @@ func TestConnectAgain(t *testing.T) {
 			t.Fatalf("message %d arrived, want %d", m.Timestamp, i)
 		}
 		m.Release()
+	}
+}
+
+// TestCloseAfterDisconnect: Close waits until messages that were sent before Disconnect have left.
+func TestCloseAfterDisconnect(t *testing.T) {
+	worker, server, open := stuck(t, func(o *van.Options) { o.Config.RecvBudgetPeer = 1 << 20 })
+	worker.peers.O.DrainTime = limit
+	const count = 32
+	for i := range count {
+		worker.must(dataMessage(8, i, true, true, pattern(1<<20, i)))
+	}
+	worker.Disconnect(8)
+	closed := make(chan error, 1)
+	go func() { closed <- worker.Close(t.Context()) }()
+	select {
+	case err := <-closed:
+		t.Errorf("Close does not wait: %v", err)
+	case <-time.After(100 * time.Millisecond):
+	}
+	open()
+	for i := range count {
+		if m := server.next(); int(m.Timestamp) != i {
+			t.Fatalf("message %d arrived, want %d", m.Timestamp, i)
+		}
 	}
 }
 
@@ -87,10 +112,10 @@ func TestBrokenBeforeAdmit(t *testing.T) {
 	waits := func(incarnation uint32) {
 		t.Helper()
 		vantest.Eventually(t, limit, "its connection", func() bool {
-			server.peers.mu.Lock()
-			defer server.peers.mu.Unlock()
-			for _, c := range server.peers.ins {
-				if c.held && c.again == (incarnation > 0) {
+			server.peers.Mu.Lock()
+			defer server.peers.Mu.Unlock()
+			for _, c := range server.peers.Ins() {
+				if c.Held.Load() && c.again == (incarnation > 0) {
 					return true
 				}
 			}
@@ -99,7 +124,7 @@ func TestBrokenBeforeAdmit(t *testing.T) {
 	}
 	other.must(dataMessage(8, 2, true, true, []byte("lost")))
 	waits(0)
-	c := other.peers.of(8).conn.Load()
+	c := other.peers.Of(8).conn.Load()
 	c.mu.Lock()
 	c.fail(errClosed)
 	c.mu.Unlock()
@@ -127,11 +152,11 @@ func TestBackInside(t *testing.T) {
 	server.acceptor.mu.Lock() // the server accepts no connection meanwhile
 	func() {
 		defer server.acceptor.mu.Unlock()
-		server.peers.mu.Lock()
-		_ = unix.Shutdown(server.peers.ins[0].fd, unix.SHUT_RDWR)
-		server.peers.mu.Unlock()
+		server.peers.Mu.Lock()
+		_ = unix.Shutdown(server.peers.Ins()[0].fd, unix.SHUT_RDWR)
+		server.peers.Mu.Unlock()
 		vantest.Eventually(t, limit, "the loss is reported", func() bool { return worker.told("8 false") })
-		worker.peers.inside(worker.watch, 8, true, nil)
+		worker.peers.Inside(worker.watch, 8, true, nil)
 		if worker.told("8 false", "8 true") {
 			t.Error("the peer's return was reported without a connection for data")
 		}
@@ -150,7 +175,7 @@ func TestRename(t *testing.T) {
 		worker.must(dataMessage(s.self.ID, 1, true, true, []byte("before")))
 		s.next().Release()
 	}
-	c := worker.peers.of(8).conn.Load()
+	c := worker.peers.Of(8).conn.Load()
 	if err := worker.Rename(8, 10); err != nil {
 		t.Fatal(err)
 	}
@@ -158,13 +183,13 @@ func TestRename(t *testing.T) {
 	if m := server.next(); m.Timestamp != 2 {
 		t.Errorf("message %d arrived, want 2", m.Timestamp)
 	}
-	if n := worker.peers.of(10); n.conn.Load() != c || c.id.Load() != 10 {
+	if n := worker.peers.Of(10); n.conn.Load() != c || c.id.Load() != 10 {
 		t.Errorf("another connection: %t, whose id is %d, want that of node 10", n.conn.Load() != c, c.id.Load())
 	}
 	vantest.Eventually(t, limit, "the former peer loses its connection", func() bool {
-		former.peers.mu.Lock()
-		defer former.peers.mu.Unlock()
-		return len(former.peers.ins) == 0
+		former.peers.Mu.Lock()
+		defer former.peers.Mu.Unlock()
+		return len(former.peers.Ins()) == 0
 	})
 }
 
@@ -209,14 +234,14 @@ func TestClaimedIDs(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		c := &inConn{n: p.n, from: p.sender(1000 + i/2), incarnation: uint32(1<<20 + i), fd: fd}
+		c := &inConn{n: p.n, from: p.sender(1000 + i/2), Inbound: links.Inbound{Process: processOf(uint32(1<<20 + i))}, fd: fd}
 		if v := p.enter(c, &hello{}); v != verdictYes {
 			t.Fatalf("connection %d: verdict %d", i, v)
 		}
 		all = append(all, c)
 	}
 	for _, c := range all {
-		p.endHold(c)
+		p.EndHold(c)
 	}
 	if n := len(p.senders); n != 1 || p.senders[1000] != member {
 		t.Errorf("%d ids are kept, want that of the member", n)

@@ -151,9 +151,9 @@ func TestInvalidatedOnArrival(t *testing.T) {
 
 // lacks reports whether the message that e is receiving lacks n bytes of its value.
 func (e *end) lacks(n int) bool {
-	e.peers.mu.Lock()
-	defer e.peers.mu.Unlock()
-	return slices.ContainsFunc(e.peers.ins, func(c *inConn) bool {
+	e.peers.Mu.Lock()
+	defer e.peers.Mu.Unlock()
+	return slices.ContainsFunc(e.peers.Ins(), func(c *inConn) bool {
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		return c.cur != nil && len(c.rest) == n
@@ -261,7 +261,7 @@ func TestLongMeta(t *testing.T) {
 	server.next().Release()
 	server.source.feed.Lock()
 	defer server.source.feed.Unlock()
-	if n := len(server.peers.ins[0].buf); n > keepLen {
+	if n := len(server.peers.Ins()[0].buf); n > keepLen {
 		t.Errorf("the connection keeps a buffer of %d bytes, want at most %d", n, keepLen)
 	}
 }
@@ -368,9 +368,9 @@ func announcedLength(t *testing.T, options func(*van.Options)) {
 	vantest.Eventually(t, limit, "the value begins", func() bool {
 		server.source.feed.Lock()
 		defer server.source.feed.Unlock()
-		server.peers.mu.Lock()
-		defer server.peers.mu.Unlock()
-		return len(server.peers.ins) > 0 && server.peers.ins[0].cur != nil
+		server.peers.Mu.Lock()
+		defer server.peers.Mu.Unlock()
+		return len(server.peers.Ins()) > 0 && server.peers.Ins()[0].cur != nil
 	})
 	runtime.ReadMemStats(&after)
 	if n := after.TotalAlloc - before.TotalAlloc; n > 8*startMemory {

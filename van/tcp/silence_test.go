@@ -25,7 +25,7 @@ func TestClosedWindow(t *testing.T) {
 	for i := range count {
 		worker.must(dataMessage(8, i, true, true, pattern(4<<20, i)))
 	}
-	c := worker.peers.of(8).conn.Load()
+	c := worker.peers.Of(8).conn.Load()
 	vantest.Eventually(t, limit, "the kernel has probed the window for three seconds", func() bool {
 		c.mu.Lock()
 		defer c.mu.Unlock()
@@ -59,9 +59,9 @@ func silentHost(t *testing.T, sends bool) {
 	worker.must(dataMessage(8, 1, true, true, []byte("before")))
 	server.next().Release()
 	drop := unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K}
-	server.peers.mu.Lock()
-	err := unix.SetsockoptSockFprog(server.peers.ins[0].fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: 1, Filter: &drop})
-	server.peers.mu.Unlock()
+	server.peers.Mu.Lock()
+	err := unix.SetsockoptSockFprog(server.peers.Ins()[0].fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: 1, Filter: &drop})
+	server.peers.Mu.Unlock()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -6,11 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"net"
-	"slices"
 	"strconv"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -20,8 +17,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
-	"github.com/stepaf/stepaf-go/van/failback"
 	"github.com/stepaf/stepaf-go/van/landing"
+	"github.com/stepaf/stepaf-go/van/links"
 )
 
 // Van is a van whose data messages to nodes of this library go over TCP connections of its own.
@@ -59,18 +56,30 @@ func New(in van.Van, o van.Options) *Van {
 	n.cfg, n.log, n.incarnation, n.places = o.Config, cmp.Or(o.Log, slog.New(slog.DiscardHandler)), o.Incarnation, landing.New(placeFrom, o.Config.Resend)
 	n.id.Store(van.Empty)
 	n.guard.Keys, n.guard.Log = o.Keys, n.log
-	v.peers = newPeers(n)
-	v.peers.read = func(c *inConn) error { return v.source.add(c.fd, c) }
-	v.peers.losses.Gone = n.places.Forget
-	v.source.n, v.source.left = n, v.peers.leave
-	v.dialer = dialer{n: n, peers: v.peers, inner: in, unwatch: v.source.remove, dialTime: dialTime,
-		later: failback.Retry{Log: n.log, Path: "over tcp", Inside: in.Type, Pause: failback.FirstPause, Hopeless: hopeless},
-		watch: func(fd int, c *outConn) error { return v.source.add(fd, c) }}
-	v.acceptor.n, v.acceptor.peers = n, v.peers
+	p := &peers{n: n, senders: map[int]*sender{}, read: func(c *inConn) error { return v.source.add(c.fd, c) }}
+	v.peers = p
+	v.source.n, v.source.left = n, p.leave
+	v.dialer = dialer{n: n, peers: p, unwatch: v.source.remove, dialTime: dialTime}
+	v.acceptor.n, v.acceptor.peers = n, p
+	p.Open(links.Options[*peer, *outConn, *inConn]{Log: n.log, Inner: in, Over: "tcp", Link: "a connection for data", Kind: markKind, KeepsLoss: true,
+		Retry: links.Retry{Path: "over tcp", Inside: in.Type, Hopeless: hopeless},
+		Dial:  v.dialer.dial, OpenLocked: v.open, SetID: func(c *outConn, id int) { c.id.Store(int32(id)) }, Failed: v.dialer.failed, Keep: v.dialer.keep, Gone: n.places.Forget, InsideLost: (*outConn).insideLost,
+		StartLocked: p.start, EndLocked: p.end})
 	if v.engine == nil {
 		v.engine = engine.New(o.Config.BusyPoll.Spin())
 	}
 	return v
+}
+
+// open watches c, a new connection to peer id. peers.Mu is held.
+func (v *Van) open(c *outConn, id int) error {
+	if err := v.source.add(c.fd, c); err != nil {
+		return err
+	}
+	if class := v.own.classOf(id); class != 0 {
+		c.setClass(class)
+	}
+	return nil
 }
 
 // Unwrap implements van.Wrapper.
@@ -116,7 +125,7 @@ func (v *Van) DataPort() int { return v.port }
 func (v *Van) Start(recv van.Receiver) {
 	v.source.deliver = recv
 	v.inner.Start(func(m *van.Message) {
-		if v.peers.marked(m) {
+		if v.peers.Marked(m) {
 			return
 		}
 		if !m.Request && !m.Push && !m.IsControl() {
@@ -145,137 +154,53 @@ func (v *Van) Connect(ctx context.Context, id int, record van.Node) error {
 		return nil // no data goes there
 	}
 	who, native := record.Extension()
-	n := &peer{incarnation: who.Incarnation, settled: make(chan struct{})}
-	n.id.Store(int32(id))
-	if native && who.DataPort != 0 && v.port != 0 {
+	n := &peer{}
+	n.Init(id, processOf(who.Incarnation), who.Incarnation)
+	switch {
+	case v.port == 0:
+		n.Unlink(errNoPort)
+	case native && who.DataPort != 0:
 		n.addr = net.JoinHostPort(record.Hostname, strconv.Itoa(int(who.DataPort)))
+	default:
+		n.Unlink(errPeerNoPort)
+		v.own.log.Info("no data goes over tcp to a peer", "peer", n.Name(), "why", errPeerNoPort)
 	}
-	if v.port != 0 && n.addr == "" {
-		v.own.log.Info("no data goes over tcp to a peer", "peer", van.NodeName(id), "why", v.whyNot())
-	}
-	p := v.peers
-	p.mu.Lock()
-	was := p.of(id)
-	if was != nil && was.incarnation == n.incarnation && was.addr == n.addr {
-		p.mu.Unlock()
-		return nil // the same process: its connection stays
-	}
-	n.admitted = was == nil || was.incarnation == n.incarnation
-	p.change(func(all map[int]*peer) { all[id] = n })
-	if was == nil || was.incarnation != n.incarnation {
-		p.fenceLocked(id, was, n)
-	}
-	p.admitLocked(id, n)
-	if !n.admitted {
-		time.AfterFunc(holdTime, func() { p.admit(n) })
-	}
-	var former *outConn
-	if was != nil {
-		if former = was.conn.Load(); former != nil {
-			p.leaving[former] = struct{}{}
-		}
-		p.losses.Replaced(was, n)
-	}
-	p.mu.Unlock()
-	if former != nil {
-		former.close()
-		p.left(former)
+	was := v.peers.Of(id)
+	if was == nil || was.Incarnation() != n.Incarnation() || was.addr != n.addr { // otherwise the process is the same, and its connection stays
+		v.peers.Connect(n)
 	}
 	return nil
 }
+
+// Why no data goes over tcp to a peer without an address for data.
+var (
+	errNoPort     = errors.New("this node accepts no data over tcp")
+	errPeerNoPort = errors.New("the peer has no port for data: it is a C++ node, or has STEPAF_DATA=zmq")
+)
 
 // Admit implements van.Admitter.
-func (v *Van) Admit(id int) {
-	if a, ok := van.As[van.Admitter](v.inner); ok {
-		a.Admit(id)
-	}
-	if n := v.peers.of(id); n != nil {
-		v.peers.admit(n)
-	}
-}
-
-// drainTime is how long Disconnect lets sent messages leave.
-const drainTime = 500 * time.Millisecond
+func (v *Van) Admit(id int) { v.peers.Admit(id) }
 
 // Disconnect implements van.Van. Messages that were sent before are written in the background.
-func (v *Van) Disconnect(id int) {
-	p := v.peers
-	p.mu.Lock()
-	n := p.of(id)
-	p.change(func(all map[int]*peer) { delete(all, id) })
-	if n != nil && !p.closed {
-		for _, c := range slices.Clone(p.ins) {
-			if c.held && c.incarnation == n.incarnation {
-				p.hold(c, unknownTime) // an earlier connection is still read
-			}
-		}
-		if c := n.conn.Load(); c != nil {
-			before, left := p.draining[n.incarnation], make(chan struct{})
-			p.draining[n.incarnation], p.leaving[c] = left, struct{}{}
-			p.wg.Go(func() {
-				ctx, cancel := context.WithTimeout(p.ctx, drainTime)
-				defer cancel()
-				c.linger(ctx)
-				c.close()
-				p.left(c)
-				if before != nil {
-					<-before
-				}
-				close(left)
-				p.mu.Lock()
-				defer p.mu.Unlock()
-				if p.draining[n.incarnation] == left {
-					delete(p.draining, n.incarnation)
-				}
-			})
-		}
-	}
-	p.mu.Unlock()
-	v.inner.Disconnect(id)
-	v.own.places.Forget(id)
-}
+func (v *Van) Disconnect(id int) { v.peers.Disconnect(id) }
 
 // Rename implements van.Van.
-func (v *Van) Rename(old, id int) error {
-	if err := v.inner.Rename(old, id); err != nil || old == id {
-		return err
-	}
-	p := v.peers
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	n := p.of(old)
-	if n == nil {
-		return nil
-	}
-	other := p.of(id)
-	p.change(func(all map[int]*peer) { delete(all, old); all[id] = n })
-	n.id.Store(int32(id))
-	if c := n.conn.Load(); c != nil {
-		c.id.Store(int32(id))
-	}
-	if other != nil {
-		if c := other.conn.Load(); c != nil {
-			c.close()
-		}
-	}
-	p.admitLocked(id, n)
-	return nil
-}
+func (v *Van) Rename(old, id int) error { return v.peers.Rename(old, id) }
 
 // Send implements van.Van.
 func (v *Van) Send(msg *van.Message) error {
 	if msg.IsControl() {
 		return v.inner.Send(msg)
 	}
-	n := v.peers.of(msg.Receiver)
-	if n == nil || n.addr == "" {
+	n := v.peers.Of(msg.Receiver)
+	if n == nil {
 		return v.inner.Send(msg)
 	}
 	c := n.conn.Load()
-	if c == nil && !n.over.Load() {
-		c = v.dialer.await(n)
-	}
-	if c == nil && n.over.Load() {
+	if c == nil {
+		if n = v.peers.Await(msg.Receiver); n == nil {
+			return v.inner.Send(msg)
+		}
 		if sent, err := v.sendInside(n, msg); sent {
 			return err
 		}
@@ -303,12 +228,25 @@ func (v *Van) Send(msg *van.Message) error {
 	case !errors.Is(err, errGone):
 	case v.closing.Load():
 		err = van.ErrClosed
-	case !v.peers.current(n):
+	case !v.peers.Current(n):
 		return v.Send(msg) // another process has the id by now
 	default:
 		err = fmt.Errorf("%w: %w", van.ErrPeerLost, c.why())
 	}
 	return v.sendError(msg, err)
+}
+
+// sendInside sends msg over the van inside if data to n goes there. It reports false if there is a connection, or n has refused one.
+func (v *Van) sendInside(n *peer, msg *van.Message) (sent bool, err error) {
+	if n.State() == links.Unlinked {
+		return true, v.inner.Send(msg)
+	}
+	n.inside.RLock()
+	defer n.inside.RUnlock()
+	if n.State() != links.Fallback {
+		return false, nil
+	}
+	return true, v.inner.Send(msg)
 }
 
 func (v *Van) sendError(msg *van.Message, err error) error {
@@ -336,7 +274,7 @@ func (v *Van) Invalidate(mem backend.Mem) {
 
 // Cancel implements van.Canceler.
 func (v *Van) Cancel(q van.Requests) {
-	for _, c := range v.peers.outs() {
+	for _, c := range v.peers.Links() {
 		c.cancel(&q)
 	}
 	if r, ok := van.As[van.Canceler](v.inner); ok {
@@ -346,44 +284,23 @@ func (v *Van) Cancel(q van.Requests) {
 
 // PathTo implements van.PathChooser.
 func (v *Van) PathTo(id int, now bool) van.Path {
-	n := v.peers.of(id)
-	if n == nil || n.conn.Load() != nil || !now && n.addr != "" && v.dialer.await(n) != nil {
+	if v.peers.Of(id) == nil {
 		return van.Path{Over: "tcp"}
 	}
-	inside := van.PathTo(v.inner, id, now)
-	switch why := v.peers.whyNot(n); {
-	case why != nil && !n.over.Load(): // no data goes there at all
-		return van.Path{}.Not("tcp", why.Error())
-	case !now:
-		return inside
-	case n.addr == "":
-		return inside.Not("tcp", v.whyNot())
-	case why == nil:
-		return van.Undecided()
-	default:
-		return inside.Not("tcp", why.Error())
-	}
-}
-
-// whyNot is why no data goes over tcp to a peer without an address for data.
-func (v *Van) whyNot() string {
-	if v.port == 0 {
-		return "this node accepts no data over tcp"
-	}
-	return "the peer has no port for data: it is a C++ node, or has STEPAF_DATA=zmq"
+	return v.peers.PathTo(id, now)
 }
 
 // SetTrafficClasses implements van.TrafficClassSetter.
 func (v *Van) SetTrafficClasses(classes map[int]int) {
 	p := v.peers
-	p.mu.Lock() // no connection is installed meanwhile
+	p.Mu.Lock() // no connection is installed meanwhile
 	v.own.classes.Store(&classes)
-	for id, n := range *p.all.Load() {
+	for id, n := range p.All() {
 		if c := n.conn.Load(); c != nil {
 			c.setClass(classes[id]) // 0: the system's
 		}
 	}
-	p.mu.Unlock()
+	p.Mu.Unlock()
 	if m, ok := van.As[van.TrafficClassSetter](v.inner); ok {
 		m.SetTrafficClasses(classes)
 	}
@@ -391,7 +308,7 @@ func (v *Van) SetTrafficClasses(classes map[int]int) {
 
 // TrafficClassApplied implements van.TrafficClassSetter.
 func (v *Van) TrafficClassApplied(id int) (now, ever bool) {
-	if n := v.peers.of(id); n != nil {
+	if n := v.peers.Of(id); n != nil {
 		if c := n.conn.Load(); c != nil && !c.hasClass(v.own.classOf(id)) {
 			return false, true
 		}
@@ -403,12 +320,7 @@ func (v *Van) TrafficClassApplied(id int) (now, ever bool) {
 }
 
 // WatchPeers implements van.PeerWatcher.
-func (v *Van) WatchPeers(f func(id int, up bool, cause error)) {
-	v.peers.losses.Watch(f)
-	if w, ok := van.As[van.PeerWatcher](v.inner); ok {
-		w.WatchPeers(func(id int, up bool, cause error) { v.peers.inside(f, id, up, cause) })
-	}
-}
+func (v *Van) WatchPeers(f func(id int, up bool, cause error)) { v.peers.Watch(f) }
 
 // Stats implements van.Meter. It counts what goes over the van inside, too.
 func (v *Van) Stats() van.Stats {
@@ -438,29 +350,13 @@ const stopTime = 200 * time.Millisecond
 func (v *Van) Close(ctx context.Context) error {
 	v.engine.EndPoll(ctx)
 	p := v.peers
-	p.mu.Lock()
-	was := p.closed
-	p.closed = true
-	p.mu.Unlock()
-	if was || !v.source.isOpen.Load() {
+	if !p.BeginClose() || !v.source.isOpen.Load() {
 		return v.inner.Close(ctx)
 	}
 	v.closing.Store(true)
 	v.acceptor.close()
-	var all sync.WaitGroup
-	for _, n := range slices.Collect(maps.Values(*p.all.Load())) {
-		if c := n.conn.Load(); c != nil {
-			all.Go(func() {
-				c.linger(ctx)
-				if lost := c.close(); lost > 0 {
-					v.own.log.Warn("closed with messages that the peer has not taken", "peer", n.name(), "messages", lost)
-				}
-			})
-		}
-	}
-	all.Wait()
-	p.cancel()
-	p.wg.Wait()
+	p.Close(ctx)
+	p.WG.Wait()
 	stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopTime)
 	defer cancel()
 	if ctx.Err() == nil {
@@ -485,18 +381,12 @@ func (v *Van) Close(ctx context.Context) error {
 // free closes what is received from. The feed is held.
 func (v *Van) free() {
 	v.source.join()
-	p := v.peers
-	p.mu.Lock()
-	ins := p.ins
-	p.ins = nil
-	p.mu.Unlock()
-	for _, c := range ins {
+	for _, c := range v.peers.Ins() {
 		if c.cur != nil {
 			v.own.release(c.cur)
 		}
-		if c.fd >= 0 {
-			_ = unix.Close(c.fd)
-		}
+		v.peers.leave(c)
+		_ = unix.Close(c.fd)
 	}
 	v.source.close()
 }

@@ -1,4 +1,4 @@
-package losses
+package links
 
 import (
 	"errors"
@@ -12,52 +12,49 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// process is a peer with id 8, or another one.
-type process struct {
-	id          int
-	incarnation uint32
-	state       State
+// process returns a peer.
+func process(id int, incarnation uint32) *Peer {
+	p := new(Peer)
+	p.Init(id, Process{1}, incarnation)
+	return p
 }
-
-func (p *process) Process() (int, uint32) { return p.id, p.incarnation }
-func (p *process) Loss() *State           { return &p.state }
 
 var errGone = errors.New("gone")
 
 // TestEvents: the watcher is called once for each change, and for the process that has the id.
 func TestEvents(t *testing.T) {
 	for name, c := range map[string]struct {
-		do    func(q *Queue, p, old *process, then func())
+		do    func(q *Losses, p, old *Peer, then func())
 		want  []string
 		calls bool // then is called, after the watcher
 	}{
-		"lost and back": {func(q *Queue, p, _ *process, _ func()) {
+		"lost and back": {func(q *Losses, p, _ *Peer, _ func()) {
 			for _, up := range []bool{true, false, false, true, true} {
 				q.Tell(p, up, nil)
 			}
 		}, []string{"8 false", "8 true"}, false},
-		"the peer reports a loss": {func(q *Queue, p, _ *process, then func()) { q.Broken(p, errGone, then) }, []string{"8 false", "8 true"}, true},
-		"a lost peer reports a loss": {func(q *Queue, p, _ *process, then func()) {
+		"the peer reports a loss": {func(q *Losses, p, _ *Peer, then func()) { q.Broken(p, errGone, then) }, []string{"8 false", "8 true"}, true},
+		"a lost peer reports a loss": {func(q *Losses, p, _ *Peer, then func()) {
 			q.Tell(p, false, errGone)
 			q.Broken(p, errGone, then)
 		}, []string{"8 false", "8 false"}, true},
-		"replaced":            {func(q *Queue, p, old *process, _ func()) { q.Replaced(old, p) }, nil, false},
-		"replaced while lost": {func(q *Queue, p, old *process, _ func()) { q.Tell(old, false, errGone); q.Replaced(old, p) }, []string{"8 true"}, false},
-		"replaced when it was back, which was not told": {func(q *Queue, p, old *process, _ func()) {
+		"replaced":            {func(q *Losses, p, old *Peer, _ func()) { q.Replaced(old, p) }, nil, false},
+		"replaced while lost": {func(q *Losses, p, old *Peer, _ func()) { q.Tell(old, false, errGone); q.Replaced(old, p) }, []string{"8 true"}, false},
+		"replaced when it was back, which was not told": {func(q *Losses, p, old *Peer, _ func()) {
 			q.Tell(old, false, errGone)
 			q.Tell(old, true, nil)
 			q.Replaced(old, p)
 		}, []string{"8 true"}, false},
-		"a former peer": {func(q *Queue, _, old *process, then func()) {
+		"a former peer": {func(q *Losses, _, old *Peer, then func()) {
 			q.Tell(old, false, errGone)
 			q.Broken(old, errGone, then)
 		}, nil, true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			p, old := &process{id: 8, incarnation: 5}, &process{id: 8, incarnation: 4}
+			p, old := process(8, 5), process(8, 4)
 			var got, gone []string
 			called := 0
-			q := Queue{running: true, Current: func(x Peer) bool { return x == p }, Gone: func(id int) { gone = append(gone, fmt.Sprint(id, " false")) }}
+			q := Losses{running: true, Current: func(x *Peer) bool { return x == p }, Gone: func(id int) { gone = append(gone, fmt.Sprint(id, " false")) }}
 			q.Watch(func(id int, up bool, cause error) {
 				var at *van.ConnectionError
 				if cause != nil && (!errors.As(cause, &at) || at.Incarnation != 5 || !errors.Is(cause, errGone)) {
@@ -82,15 +79,15 @@ func TestEvents(t *testing.T) {
 
 // TestLossOfAFormerPeer: a queued loss of a process is not told after another process has become the peer. The new process's loss is.
 func TestLossOfAFormerPeer(t *testing.T) {
-	former, peer, other := &process{id: 8}, &process{id: 8}, &process{id: 10}
+	former, peer, other := process(8, 0), process(8, 0), process(10, 0)
 	var mu sync.Mutex
-	now := map[int]*process{8: former, 10: other}
+	now := map[int]*Peer{8: former, 10: other}
 	begun, replaced := make(chan bool), make(chan bool)
 	var first sync.Once
-	q := Queue{Current: func(x Peer) bool {
+	q := Losses{Current: func(x *Peer) bool {
 		mu.Lock()
 		defer mu.Unlock()
-		return now[x.(*process).id] == x
+		return now[x.ID()] == x
 	}}
 	type told struct {
 		id int

@@ -1,5 +1,4 @@
-// Package losses notifies a node when a peer is lost or back.
-package losses
+package links
 
 import (
 	"sync"
@@ -8,58 +7,52 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Peer is a process that data goes to.
-type Peer interface {
-	Process() (id int, incarnation uint32)
-	Loss() *State
-}
-
-// State is what the watcher knows of a peer. Only Queue uses it.
-type State struct {
+// lossState is what the watcher knows of a peer. Losses.mu guards it.
+type lossState struct {
 	down bool // the latest event, queued or delivered, is a loss
 	lost bool // a loss was queued, and the watcher has not been called for a later return
 }
 
-// Queue calls the node's watcher (van.PeerWatcher) for each peer that is lost or back, in order, on a goroutine of its
+// Losses calls the node's watcher (van.PeerWatcher) for each peer that is lost or back, in order, on a goroutine of its
 // own: a watcher may close the van, and may hold locks while it calls the van.
-type Queue struct {
+type Losses struct {
 	// Current reports whether a peer still is the process that has its id. The watcher is not called for others.
-	Current func(Peer) bool
+	Current func(*Peer) bool
 	// Gone, if not nil, is called with a lost peer's id before the watcher.
 	Gone func(id int)
 
 	watch atomic.Pointer[func(id int, up bool, cause error)]
 
-	mu      sync.Mutex // guards all State, too
+	mu      sync.Mutex // guards the loss of all peers, too
 	events  []event    // the watcher has not been called for them
 	running bool       // the goroutine that calls it
 }
 
 type event struct {
-	peer  Peer
+	peer  *Peer
 	up    bool
 	cause error
 	then  func() // called after the watcher; may be nil
 }
 
 // Watch sets the watcher.
-func (q *Queue) Watch(f func(id int, up bool, cause error)) { q.watch.Store(&f) }
+func (q *Losses) Watch(f func(id int, up bool, cause error)) { q.watch.Store(&f) }
 
 // Tell queues an event if it changes what the watcher knows of p. The caller may hold locks.
-func (q *Queue) Tell(p Peer, up bool, cause error) {
+func (q *Losses) Tell(p *Peer, up bool, cause error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if p.Loss().down == up {
+	if p.loss.down == up {
 		q.add(event{peer: p, up: up, cause: cause})
 	}
 }
 
 // Broken queues the loss of p, and the return of p unless the watcher knows p as lost already. then is called after these
 // events.
-func (q *Queue) Broken(p Peer, cause error, then func()) {
+func (q *Losses) Broken(p *Peer, cause error, then func()) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if p.Loss().down {
+	if p.loss.down {
 		q.add(event{peer: p, cause: cause, then: then})
 		return
 	}
@@ -69,25 +62,25 @@ func (q *Queue) Broken(p Peer, cause error, then func()) {
 
 // Replaced records that p has replaced old. If the watcher was or is being called for the loss of old, it may mistake that for
 // a loss of p. It is therefore called once more, for p's return, and no more for a return of old.
-func (q *Queue) Replaced(old, p Peer) {
+func (q *Losses) Replaced(old, p *Peer) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if old.Loss().lost {
-		p.Loss().lost = true
+	if old.loss.lost {
+		p.loss.lost = true
 		q.add(event{peer: p, up: true})
 	}
 }
 
 // Down reports whether p is lost, as far as events have been queued.
-func (q *Queue) Down(p Peer) bool {
+func (q *Losses) Down(p *Peer) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	return p.Loss().down
+	return p.loss.down
 }
 
 // add queues an event. q.mu is held.
-func (q *Queue) add(e event) {
-	s := e.peer.Loss()
+func (q *Losses) add(e event) {
+	s := &e.peer.loss
 	s.down = !e.up
 	s.lost = s.lost || s.down
 	q.events = append(q.events, e)
@@ -98,7 +91,7 @@ func (q *Queue) add(e event) {
 }
 
 // run calls the watcher until no event is left.
-func (q *Queue) run() {
+func (q *Losses) run() {
 	for {
 		q.mu.Lock()
 		if len(q.events) == 0 {
@@ -118,21 +111,21 @@ func (q *Queue) run() {
 	}
 }
 
-func (q *Queue) call(e *event) {
-	id, incarnation := e.peer.Process()
+func (q *Losses) call(e *event) {
+	id := e.peer.ID()
 	if !e.up && q.Gone != nil {
 		q.Gone(id)
 	}
 	if f := q.watch.Load(); f != nil {
 		cause := e.cause
 		if cause != nil {
-			cause = &van.ConnectionError{Incarnation: incarnation, Err: cause}
+			cause = &van.ConnectionError{Incarnation: e.peer.incarnation, Err: cause}
 		}
 		(*f)(id, e.up, cause)
 	}
 	if e.up {
 		q.mu.Lock()
-		s := e.peer.Loss()
+		s := &e.peer.loss
 		s.lost = s.down
 		q.mu.Unlock()
 	}

@@ -1,0 +1,213 @@
+package links
+
+import (
+	"context"
+	"maps"
+	"sync"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Table holds the peers of a node, and its links to and from them.
+type Table[P Node[L], L Link, I In] struct {
+	inbounds[P, L, I]
+	cancel   context.CancelFunc
+	drain    context.Context // its end stops the sending of messages of peers that have left
+	endDrain context.CancelFunc
+	used     bool                      // the first Send was made, with Together
+	leaving  map[L]struct{}            // links of peers that have left the table, until they are closed
+	draining map[Process]chan struct{} // closed when all messages sent before have left
+}
+
+// Open makes t ready.
+func (t *Table[P, L, I]) Open(o Options[P, L, I]) {
+	o.UnknownTime, o.HoldTime, o.DrainTime, o.Retry.Pause = UnknownTime, HoldTime, DrainTime, firstPause
+	t.O, t.leaving, t.draining = o, map[L]struct{}{}, map[Process]chan struct{}{}
+	t.Losses.Gone, t.Losses.Current = o.Gone, func(n *Peer) bool {
+		now := t.Of(n.ID())
+		return now != *new(P) && now.Base() == n && t.Current(now)
+	}
+	t.Ctx, t.cancel = context.WithCancel(context.Background())
+	t.drain, t.endDrain = context.WithCancel(context.Background())
+	t.all.Store(&map[int]P{})
+	t.outs.Store(&[]L{})
+	t.ins.Store(&[]I{})
+}
+
+// Links returns all links over which this node sends, including those of peers that have left the table.
+func (t *Table[P, L, I]) Links() []L {
+	t.Mu.Lock()
+	defer t.Mu.Unlock()
+	l := t.Outs()
+	for x := range t.leaving {
+		l = append(l[:len(l):len(l)], x)
+	}
+	return l
+}
+
+// DrainTime is how long messages that were sent before Disconnect may take to leave.
+const DrainTime = 500 * time.Millisecond
+
+// Connect makes n the peer that has its id.
+func (t *Table[P, L, I]) Connect(n P) {
+	b := n.Base()
+	id := b.ID()
+	t.Mu.Lock()
+	was, old := t.Of(id), Process{}
+	known := was != *new(P)
+	if known {
+		old = was.Base().process
+	}
+	same := known && old == b.process
+	b.Admitted = !known || same && was.Base().Admitted
+	former := t.retireLocked(was, func(all map[int]P) { all[id] = n })
+	if !same {
+		t.fenceLocked(id, old, b.process)
+	}
+	t.admitLocked(id)
+	if !b.Admitted {
+		time.AfterFunc(t.O.HoldTime, func() { t.admit(n) })
+	}
+	if known {
+		t.Losses.Replaced(was.Base(), b)
+	}
+	if t.used {
+		t.beginLocked(n)
+	}
+	t.Mu.Unlock()
+	t.end(former)
+}
+
+// retireLocked makes the change f to the map of peers, with which n leaves the table, and returns n's link. The caller passes it to end
+// later: Links has it until then. n may be zero.
+func (t *Table[P, L, I]) retireLocked(n P, f func(map[int]P)) (l L) {
+	if n != *new(P) {
+		if l = n.Link(); l != *new(L) {
+			t.leaving[l] = struct{}{}
+		}
+	}
+	all := maps.Clone(t.All())
+	f(all)
+	t.all.Store(&all)
+	t.listLocked()
+	if n != *new(P) && n.Base().State() == Unused {
+		t.setLocked(n, Unlinked, errLeft) // Sends that wait for n find the next peer of its id
+	}
+	return l
+}
+
+// end closes a link that retireLocked has returned.
+func (t *Table[P, L, I]) end(l L) {
+	if l == *new(L) {
+		return
+	}
+	l.Close()
+	t.Mu.Lock()
+	defer t.Mu.Unlock()
+	delete(t.leaving, l)
+}
+
+// Disconnect removes peer id, also from the van inside. Messages that were sent before leave in the background, for DrainTime at most.
+func (t *Table[P, L, I]) Disconnect(id int) {
+	t.drop(id)
+	t.O.Inner.Disconnect(id)
+	t.O.Gone(id)
+}
+
+func (t *Table[P, L, I]) drop(id int) {
+	t.Mu.Lock()
+	defer t.Mu.Unlock()
+	n := t.Of(id)
+	if n == *new(P) || t.closed {
+		return
+	}
+	l := t.retireLocked(n, func(all map[int]P) { delete(all, id) })
+	for _, in := range t.Ins() {
+		if in.Base().Held.Load() && t.IsOfLocked(in, n) {
+			t.holdLocked(in, t.O.UnknownTime) // an earlier link is still read
+		}
+	}
+	if l == *new(L) {
+		return
+	}
+	process := n.Base().process
+	before, left := t.draining[process], make(chan struct{})
+	t.draining[process] = left
+	t.WG.Go(func() {
+		ctx, cancel := context.WithTimeout(t.drain, t.O.DrainTime)
+		defer cancel()
+		l.Linger(ctx)
+		t.end(l)
+		if before != nil {
+			<-before
+		}
+		close(left)
+		t.Mu.Lock()
+		defer t.Mu.Unlock()
+		if t.draining[process] == left {
+			delete(t.draining, process)
+		}
+	})
+}
+
+// Rename gives peer old the id id, also in the van inside.
+func (t *Table[P, L, I]) Rename(old, id int) error {
+	if err := t.O.Inner.Rename(old, id); err != nil || old == id {
+		return err
+	}
+	t.Mu.Lock()
+	n := t.Of(old)
+	if n == *new(P) {
+		t.Mu.Unlock()
+		return nil
+	}
+	n.Base().id.Store(int32(id))
+	if l := n.Link(); l != *new(L) {
+		t.O.SetID(l, id)
+	}
+	former := t.retireLocked(t.Of(id), func(all map[int]P) { delete(all, old); all[id] = n })
+	t.admitLocked(id)
+	t.Mu.Unlock()
+	t.end(former)
+	return nil
+}
+
+// BeginClose refuses new links. It returns false if it was called before.
+func (t *Table[P, L, I]) BeginClose() bool {
+	t.Mu.Lock()
+	defer t.Mu.Unlock()
+	was := t.closed
+	t.closed = true
+	return !was
+}
+
+// Close ends all attempts to make a link, and closes the links to all peers. Until ctx ends, messages that were sent before may leave first.
+func (t *Table[P, L, I]) Close(ctx context.Context) {
+	t.Mu.Lock()
+	var all sync.WaitGroup
+	for id, n := range t.All() {
+		if l := n.Link(); l != *new(L) {
+			all.Go(func() {
+				l.Linger(ctx)
+				if lost := l.Close(); lost > 0 {
+					t.O.Log.Warn("closed with messages that the peer has not taken", "peer", van.NodeName(id), "messages", lost)
+				}
+			})
+		}
+	}
+	var draining []chan struct{}
+	for _, left := range t.draining {
+		draining = append(draining, left)
+	}
+	t.Mu.Unlock()
+	t.cancel()
+	for _, left := range draining {
+		select {
+		case <-left:
+		case <-ctx.Done():
+		}
+	}
+	t.endDrain()
+	all.Wait()
+}
