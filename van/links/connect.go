@@ -25,8 +25,10 @@ func (t *Table[P, L, I]) Open(o Options[P, L, I]) {
 	o.UnknownTime, o.HoldTime, o.DrainTime, o.Retry.Pause = UnknownTime, HoldTime, DrainTime, firstPause
 	t.O, t.leaving, t.draining = o, map[L]struct{}{}, map[Process]chan struct{}{}
 	t.Losses.Gone, t.Losses.Current = o.Gone, func(n *Peer) bool {
+		t.Mu.Lock()
+		defer t.Mu.Unlock()
 		now := t.Of(n.ID())
-		return now != *new(P) && now.Base() == n && t.Current(now)
+		return !t.closed && now != *new(P) && now.Base() == n
 	}
 	t.Ctx, t.cancel = context.WithCancel(context.Background())
 	t.drain, t.endDrain = context.WithCancel(context.Background())

@@ -42,7 +42,7 @@ var ErrMarksLost = errors.New("the connection that carried the data before has b
 func (t *Table[P, L, I]) Await(id int) P {
 	for {
 		n := t.Of(id)
-		if n == *new(P) || n.Link() != *new(L) || n.Base().State() > Connecting {
+		if n == *new(P) || n.Link() != *new(L) || n.Base().State() > Connecting && t.Of(id) == n { // the map changes before the state of a peer that leaves it
 			return n
 		}
 		t.begin(n)
@@ -78,8 +78,10 @@ func (t *Table[P, L, I]) beginLocked(n P) {
 // run makes the link to n, and goes from state to state until none follows, or n has left the table.
 func (t *Table[P, L, I]) run(n P) {
 	defer func() {
-		if n.Base().State() == Connecting {
-			t.Set(n, Unlinked, errLeft)
+		t.Mu.Lock()
+		defer t.Mu.Unlock()
+		if n.Base().State() == Connecting && !t.closed {
+			t.setLocked(n, Unlinked, errLeft)
 		}
 	}()
 	t.Mu.Lock()
@@ -194,25 +196,30 @@ func (t *Table[P, L, I]) Broke(n P, cause error) {
 
 // PathTo returns the path of data to peer id, which this node knows. If now is not set, it first waits as Await does.
 func (t *Table[P, L, I]) PathTo(id int, now bool) van.Path {
-	inside := van.PathTo(t.O.Inner, id, now)
 	n := t.Of(id)
 	if !now {
 		n = t.Await(id)
 	}
 	if n == *new(P) {
-		return inside
+		return van.PathTo(t.O.Inner, id, now)
+	}
+	over := func(l L) van.Path {
+		return van.Path{Over: t.O.Over, Device: t.O.Device != nil && t.O.Device(l)}
+	}
+	if l := n.Link(); l != *new(L) {
+		return over(l)
 	}
 	state, why := t.Status(n)
 	switch l := n.Link(); {
-	case l != *new(L):
-		return van.Path{Over: t.O.Over, Device: t.O.Device != nil && t.O.Device(l)}
+	case l != *new(L): // it was made meanwhile
+		return over(l)
 	case state == Refused: // no data goes there at all
 		return van.Path{}.Not(t.O.Over, why.Error())
-	case !now:
-		return inside
-	case state <= Connecting:
+	case now && state <= Connecting:
 		return van.Undecided()
-	case why != nil:
+	}
+	inside := van.PathTo(t.O.Inner, id, now) // only now: the van inside may begin to make a link of its own
+	if now && why != nil {
 		return inside.Not(t.O.Over, why.Error())
 	}
 	return inside

@@ -86,6 +86,15 @@ func (t *inbounds[P, L, I]) RemoveLocked(in I) {
 	t.ins.Store(&ins)
 }
 
+// TakeIns removes all links from peers, and returns them: nothing reads or ends them any more.
+func (t *inbounds[P, L, I]) TakeIns() []I {
+	t.Mu.Lock()
+	defer t.Mu.Unlock()
+	ins := t.Ins()
+	t.ins.Store(&[]I{})
+	return ins
+}
+
 // EndLocked ends in. If fence is set, no message that has arrived over in is delivered any more.
 func (t *inbounds[P, L, I]) EndLocked(in I, fence bool) {
 	if t.O.EndLocked(in, fence) {
@@ -156,7 +165,7 @@ func (t *inbounds[P, L, I]) admitLocked(id int) {
 
 // AdmitNextLocked begins to read the links of in's process, if it is admitted.
 func (t *inbounds[P, L, I]) AdmitNextLocked(in I) {
-	if id := in.Base().From; !t.closed && t.IsOfLocked(in, t.Of(id)) {
+	if id := in.Base().From; t.IsOfLocked(in, t.Of(id)) {
 		t.admitLocked(id)
 	}
 }

@@ -140,7 +140,7 @@ func (v *pathInside) PathTo(int, bool) van.Path {
 func TestPathWhileTheLinkIsMade(t *testing.T) {
 	n := inproc.NewNetwork()
 	inside := &pathInside{asked: func() {}}
-	worker := newNode(t, n, 9, func(v *Van) { inside.Van, v.inner = v.inner, inside })
+	worker := newNode(t, n, 9, func(v *Van) { inside.Van, v.inner = v.inner, inside; v.peers.O.Inner = inside })
 	server := newNode(t, n, 8, nil)
 	worker.start()
 	server.start()
@@ -155,8 +155,11 @@ func TestPathWhileTheLinkIsMade(t *testing.T) {
 	if !worker.Linked(8) {
 		t.Fatal("not linked")
 	}
-	if path := worker.PathTo(8, true); path != (van.Path{Over: SharedMemory}) {
-		t.Errorf("the path is %+v, want shared memory", path)
+	inside.asked = func() { t.Error("the van inside was asked, and may make a connection that nothing needs") }
+	for _, now := range []bool{true, false} {
+		if path := worker.PathTo(8, now); path != (van.Path{Over: SharedMemory}) {
+			t.Errorf("the path is %+v, want shared memory", path)
+		}
 	}
 }
 

@@ -289,7 +289,7 @@ func (v *Van) sendInside(n *outPeer, msg *van.Message) (sent bool, err error) {
 	}
 	n.inside.RLock()
 	defer n.inside.RUnlock()
-	if n.State() != links.Fallback {
+	if s := n.State(); s != links.Fallback && s != links.Unlinked {
 		return false, nil
 	}
 	return true, v.inner.Send(msg)

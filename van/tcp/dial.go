@@ -37,7 +37,7 @@ func (d *dialer) failed(n *peer, err error) links.State {
 func (d *dialer) keep(n *peer) {
 	p, c := d.peers, n.conn.Load()
 	_, limit := d.n.cfg.Heartbeats()
-	c.watch(p.Ctx, limit)
+	c.watch(context.Background(), limit) // until the connection is closed, also while Close waits for its messages
 	if !p.Current(n) {
 		return
 	}

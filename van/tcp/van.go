@@ -243,7 +243,7 @@ func (v *Van) sendInside(n *peer, msg *van.Message) (sent bool, err error) {
 	}
 	n.inside.RLock()
 	defer n.inside.RUnlock()
-	if n.State() != links.Fallback {
+	if s := n.State(); s != links.Fallback && s != links.Unlinked {
 		return false, nil
 	}
 	return true, v.inner.Send(msg)
@@ -381,11 +381,10 @@ func (v *Van) Close(ctx context.Context) error {
 // free closes what is received from. The feed is held.
 func (v *Van) free() {
 	v.source.join()
-	for _, c := range v.peers.Ins() {
+	for _, c := range v.peers.TakeIns() {
 		if c.cur != nil {
 			v.own.release(c.cur)
 		}
-		v.peers.leave(c)
 		_ = unix.Close(c.fd)
 	}
 	v.source.close()
