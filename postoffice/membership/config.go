@@ -134,7 +134,7 @@ func (c *Config) check() error {
 func checkAddr(n *van.Node, what string) error {
 	if n.Hostname == "" || len(n.Hostname) > van.MaxHostnameLen ||
 		strings.ContainsFunc(n.Hostname, func(r rune) bool { return !unicode.IsGraphic(r) || r == ' ' || r == '"' }) {
-		return fmt.Errorf("%s: hostname %q: want 1 to %d printable bytes without spaces and quotes", what, n.Hostname, van.MaxHostnameLen)
+		return fmt.Errorf("%s: hostname %q: want 1 to %d bytes, printable, without spaces and quotes", what, n.Hostname, van.MaxHostnameLen)
 	}
 	if n.Port < 1 || n.Port > 65535 {
 		return fmt.Errorf("%s: port %d: want 1 to 65535", what, n.Port)
