@@ -70,10 +70,15 @@ func TestEarlyMessagesBeyondTheBudget(t *testing.T) {
 	}
 	connect(1)
 	fresh := dialRaw(t, server, of9(2))
-	for ts := range 4 { // the first two fit
+	send := func(ts int) { // one after the other: the guard ends a connection with more unread bytes than the budget
 		fresh.send(packed(t, push(8, ts, nil)), make([]byte, 8), make([]byte, 24<<10))
 	}
+	for ts := range 2 { // these fit
+		send(ts)
+		until(t, "the message is queued", func() bool { return server.flow.strange.Load() >= int64(ts+1)*24<<10 })
+	}
 	for want := 2; want < 4; want++ {
+		send(want)
 		select {
 		case got := <-dropped:
 			if got.sender != 9 || got.ts != want || !strings.Contains(got.why, "are queued already (STEPAF_STRANGER_BUDGET=65536)") {
