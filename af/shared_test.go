@@ -122,7 +122,7 @@ func TestSharedTensors(t *testing.T) {
 	}
 }
 
-// TestSharedTensorTakenBack: what a server writes for a call that has failed does not reach the tensor, also if the next call pulls into the
+// TestSharedTensorTakenBack: writes of a server for a call that has failed do not reach the tensor, also if the next call pulls into the
 // same one.
 func TestSharedTensorTakenBack(t *testing.T) {
 	c := mapsMemory(t)

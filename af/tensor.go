@@ -89,7 +89,7 @@ func FromPointer(p unsafe.Pointer, dev backend.Device, owner any, d Dtype, shape
 // gives the allocations of its pull tensors other memory with the same contents, at the same address, so that a late answer
 // changes nothing.
 //
-// An allocation uses a file descriptor and whole pages. free frees it when the library does not use it any more; the caller must
+// Do not pin an allocation with CUDA: a device keeps the former memory. An allocation uses a file descriptor and whole pages. free frees it when the library does not use it any more; the caller must
 // not use the tensor then.
 func AllocShared(d Dtype, shape ...int64) (t Tensor, free func(), err error) {
 	n, err := byteSize(d, shape)

@@ -29,7 +29,7 @@ def worker(n):
         assert lib.bytes(other) == pattern(i + 20, "uint8", (SIZE,))
     with n.raises((), "answer_tensor", "server"):
         f.answer_tensor(0)
-    # The server answers late: what it writes then does not reach the tensor.
+    # The server answers late. Its writes do not reach the tensor.
     with n.raises(TimeoutError):
         f.wait(f.push_pull([x], [1], [y], [2]), timeout_ms=50)
     n.f.barrier(True, True)

@@ -111,7 +111,7 @@ func (a *Allocation) Release() {
 	allocations.freed.Add(1)
 }
 
-// change replaces the list by what f makes of a copy.
+// change replaces the list by the result of f, which gets a copy of it.
 func change(f func(list []*Allocation) []*Allocation) {
 	allocations.mu.Lock()
 	defer allocations.mu.Unlock()

@@ -46,7 +46,7 @@ func TestFind(t *testing.T) {
 	}
 }
 
-// TestFree: memory is unmapped once, when it was freed and nobody uses it.
+// TestFree: memory is unmapped once, after Free and the end of its last use.
 func TestFree(t *testing.T) {
 	m, err := Alloc(100)
 	if err != nil {

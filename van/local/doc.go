@@ -39,8 +39,14 @@
 // until the receiver has acknowledged the record. If the kernel does not allow reading
 // another process, the rest waits for free space in the ring.
 //
-// Only the receiver writes to its memory. A late answer or a faulty peer can therefore
-// overwrite nothing, and Invalidate needs no answer of a peer.
+// Only the receiver writes to its memory, unless the memory is mapped (see below). A late answer or a faulty peer can
+// therefore overwrite nothing, and Invalidate needs no answer of a peer.
+//
+// # Mapped tensors
+//
+// With STEPAF_SHM_MAP a server maps the allocations of van/hostmem in which tensors of a worker lie. It reads pushed values
+// there, and writes answers there. It can write to all of such an allocation. Invalidate gives the allocation of a pull tensor
+// another file, so a late answer changes nothing. It does not protect pushed tensors from a faulty server.
 //
 // # Waiting
 //
@@ -131,6 +137,7 @@
 //   - blocks, pins, offers and requests: one table each
 //   - inring and outring: the two ends of a ring
 //   - inlink, outlink and send: the use of a ring by a link
+//   - exported and imported: mapped tensors
 //   - device, imports and peerdevice: copies between devices
 //   - peers and inlinks: the set of links; van/links decides which are made and read
 //   - dial and accept: making links

@@ -40,7 +40,7 @@ func (p *peers) fence(l *inLink, _ bool) (unread bool) {
 	l.placing.Lock() // waits for at most one copy
 	l.fenced.Store(true)
 	l.placing.Unlock()
-	l.Held.Store(false) // it counts no longer as one that waits
+	l.Held.Store(false) // the bound of waiting links does not count it any more
 	_ = l.conn.Close()
 	p.bell.wakeAll()
 	return false

@@ -189,7 +189,7 @@ func (r *record) put(b []byte, size int, msg *van.Message, meta []byte, export *
 		case p.form == partInline && i > 0:
 			copy(b[p.off:p.off+p.n], mem.Host())
 		}
-		if i == 0 && r.batch != 0 {
+		if i == 0 && r.batch != 0 && p.form != partPinned {
 			p.addr = r.batch
 		}
 	}
@@ -274,7 +274,7 @@ func (r *record) parse(b []byte) error {
 			p.off = off
 			off = min(off+align(exportSize(r.segments)), len(b))
 		default:
-			return bad(fmt.Sprintf("part[%d].form", i), p.form, "inline, pinned, streamed, on the device, mapped or placed")
+			return bad(fmt.Sprintf("part[%d].form", i), p.form, "inline, pinned, streamed, on the device, mapped or in the receiver")
 		}
 		r.forms |= 1 << p.form
 		if i == 0 && r.kind == kindMessage && p.n == 0 || i < partVals && r.kind == kindValue && (p.n > 0 || p.form != partInline) {
