@@ -57,6 +57,7 @@ type batchState struct {
 	pulls    []Pull
 	msgs     []*van.Message
 	bytes    int           // of the values in msgs
+	outs     int           // pulls with an Out tensor
 	ack      datamsg.Reply // of a single push, or of all pushes of a batch that was received as one message
 	state    atomic.Uint64 // generation<<1 | answered
 	refs     atomic.Int32
@@ -115,6 +116,7 @@ func (b *batchState) add(x *van.Part, msg *van.Message) error {
 		p.Key, p.Len, p.Dtype, p.part = x.Key, size, d, *x
 		p.part.Vals, p.part.Into, p.Out = backend.Mem{}, backend.Mem{}, Tensor{}
 		if x.Into.Len() > 0 {
+			b.outs++
 			p.Out = Tensor{mem: x.Into, dtype: d, ndim: int8(x.Dim), shape: x.Shape}
 			b.retainMessage(msg)
 		}

@@ -364,7 +364,7 @@ func (x *sender) begin(msg *van.Message) (*batchState, error) {
 	b.instance, b.epoch, b.customer, b.first = msg.Sender, msg.ProcessEpoch, msg.CustomerID, msg.Timestamp
 	b.single, b.trace = msg.Head == van.Single, msg.RequestTrace
 	b.pushes, b.pulls, b.msgs = b.pushes[:0], b.pulls[:0], b.msgs[:0]
-	b.bytes = 0
+	b.bytes, b.outs = 0, 0
 	b.refs.Store(1)
 	if err := x.s.inbound.Accept(&b.accepted, b.instance, b.epoch, b.customer, b.first); err != nil {
 		b.unref()

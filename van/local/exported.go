@@ -151,7 +151,7 @@ func (s *exportedAllocations) formOf(r *record, msg *van.Message, byReference bo
 		r.receiverAddr, r.receiverInode = x.peerAddr(msg.Vals), x.inode
 		return partInReceiver
 	}
-	if byReference && s.has(msg.Vals) {
+	if byReference {
 		return partMapped
 	}
 	return partStream

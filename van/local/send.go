@@ -103,7 +103,7 @@ func (l *outLink) putBatch(msg *van.Message, exports []*backend.Shared, seq uint
 			export = exports[i]
 		}
 		v.Done = all.Add()
-		if err := l.put(r, v, export, seq, byReference && !isPulled(msg, v.Vals)); err != nil { // only the first record can fail: the others have no meta
+		if err := l.put(r, v, export, seq, byReference && l.exported.has(v.Vals) && !isPulled(msg, v.Vals)); err != nil { // only the first record can fail: the others have no meta
 			all.Cancel()
 			return err
 		}
@@ -113,8 +113,8 @@ func (l *outLink) putBatch(msg *van.Message, exports []*backend.Shared, seq uint
 	return nil
 }
 
-// put writes or queues r, a record of msg. export describes the value if it is on the device. byReference is the result of
-// exported.announce.
+// put writes or queues r, a record of msg. export describes the value if it is on the device. byReference tells that the
+// receiver may use the value in this process's memory.
 func (l *outLink) put(r *record, msg *van.Message, export *backend.Shared, seq uint64, byReference bool) error {
 	large := uint32(partStream)
 	if export != nil {
