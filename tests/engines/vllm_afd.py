@@ -150,6 +150,13 @@ def prompts(count, rank=0):
 # The processes of an engine.
 
 
+def kernels(spec):
+    """How the engine launches its kernels: one by one, or decode steps in CUDA graphs, without torch.compile."""
+    if not spec["graphs"]:
+        return dict(enforce_eager=True)
+    return dict(compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=sorted(set(spec["batches"]))))
+
+
 def settings(spec):
     """The arguments of vLLM's engine."""
     afd = None
@@ -158,7 +165,7 @@ def settings(spec):
             "role": spec["role"], "connector": spec["connector"], "host": "127.0.0.1", "port": spec["port"],
             "num_attention_ranks": spec["attention"], "num_ffn_ranks": spec["ffn"], "connector_extra_config": spec["extra"]}}
     return dict(
-        model=spec["model"], skip_tokenizer_init=True, enforce_eager=True, enable_expert_parallel=True, dtype="bfloat16", seed=0,
+        model=spec["model"], skip_tokenizer_init=True, **kernels(spec), enable_expert_parallel=True, dtype="bfloat16", seed=0,
         max_model_len=LONGEST, max_num_seqs=spec["most"], max_num_batched_tokens=LONGEST, enable_prefix_caching=False,
         gpu_memory_utilization=0.3, kv_cache_memory_bytes=1 << 30, distributed_executor_backend="uni", async_scheduling=spec["asynchronous"],
         **({"additional_config": afd} if afd else {}))
@@ -263,7 +270,7 @@ class Engine:
     """The processes of one engine: ranks of both sides, or the whole model in one process."""
 
     def __init__(self, options, name, shape, folder):
-        self.options, self.name, self.folder = options, name, folder
+        self.options, self.name, self.shape, self.folder = options, name, shape, folder
         self.attention, self.ffn = shape if NAMES[name] else (1, 0)
         self.port, self.groups = port(4), {"attention": port(), "ffn": port()}
         self.children = []
@@ -278,7 +285,7 @@ class Engine:
         place = rank if role == "attention" else self.attention + rank
         spec = dict(
             role=role, rank=rank, attention=self.attention, ffn=self.ffn, connector=NAMES[self.name], port=self.port, model=o.model,
-            extra=extra, most=max(o.batches + [8]), asynchronous=not o.replace, batches=o.batches,
+            extra=extra, most=max(o.batches + [8]), asynchronous=not o.replace, batches=o.batches, graphs=o.graphs, cpus=self.cpus(place) if o.pin else [],
             tokens=o.tokens, repeat=o.repeat, replace=bool(o.replace and NAMES[self.name]), limit=o.limit, result=os.path.join(self.folder, "%s%d.json" % (role, rank)))
         env = dict(os.environ, VLLM_USE_V2_MODEL_RUNNER="0", VLLM_PLUGINS=PLUGINS.get(self.name, "afd,stepaf"), VLLM_ENABLE_V1_MULTIPROCESSING="0",
                    VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=str(o.gpus[place % len(o.gpus)]))
@@ -294,6 +301,12 @@ class Engine:
         process.log, process.name, process.result = log, "%s %d" % (role, rank), spec["result"]
         self.children.append(process)
         return process
+
+    def cpus(self, place):
+        """A rank's share of the processors, the same for each engine of a shape."""
+        usable, ranks = sorted(os.sched_getaffinity(0)), sum(self.shape)
+        share = max(len(usable) // ranks, 1)
+        return usable[place % ranks * share:][:share] or usable
 
     def run(self, end):
         """Returns the results of the attention ranks. Raises Failed."""
@@ -426,7 +439,8 @@ def measure(options, shape, entries):
 def compare(options):
     """Runs all engines, prints the tables, and returns the exit status."""
     status, report = 0, []
-    print("model: DeepSeek-V2, %d layers, hidden size %d, %d experts, random weights; %s new tokens, greedy, eager" % (options.layers, HIDDEN, EXPERTS, options.tokens))
+    print("model: DeepSeek-V2, %d layers, hidden size %d, %d experts, random weights; %s new tokens, greedy, %s" % (
+        options.layers, HIDDEN, EXPERTS, options.tokens, "CUDA graphs" if options.graphs else "eager"))
     print("over %s: ratio of medians within a round: median, minimum and maximum of the rounds" % options.over)
     form = "%-6s %-8s %6s %10s %10s %9s %-20s %s"
     print(form % ("shape", "engine", "rows", "median ms", "p99 ms", "tokens/s", "over " + options.over, "tokens"))
@@ -530,6 +544,8 @@ def options(arguments):
     p.add_argument("--repeat", type=int, default=3, metavar="N", help="measurements of each batch in a round (3)")
     p.add_argument("--rounds", type=int, default=3, metavar="N", help="starts of each engine (3)")
     p.add_argument("--layers", type=int, default=LAYERS, metavar="N", help="layers of the model (%d)" % LAYERS)
+    p.add_argument("--graphs", action="store_true", help="decode in CUDA graphs; without it, kernels are launched one by one")
+    p.add_argument("--pin", action="store_true", help="give each rank processors of its own, the same ones in each start")
     p.add_argument("--replace", action="store_true", help="kill FFN rank 0 in the middle of an answer, and start it again (by messages, replace_ms of the connector is --limit unless --extra has it)")
     p.add_argument("--extra", type=extra, default="{}", metavar="JSON", help="connector_extra_config of StepMeshAFDConnector ({})")
     p.add_argument("--limit", type=int, default=600, metavar="SECONDS", help="for each start of an engine (600)")
@@ -548,6 +564,8 @@ def main(arguments):
     o = options(arguments)
     if o.child:
         spec = json.loads(o.child)
+        if spec["cpus"]:
+            os.sched_setaffinity(0, spec["cpus"])
         return {"attention": attention, "ffn": ffn}[spec["role"]](spec)
     lacking = missing(o.gpus)
     if lacking:
