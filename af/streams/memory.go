@@ -54,9 +54,10 @@ type exchangeMemory struct {
 	slot   backend.Mem  // slot of this end
 	peers  []peerMemory // by peer
 	copied []copied
-	mapped []backend.Mem // memory of peers' devices, with the tensors that they send
-	begun  backend.Mem   // flag in pinned host memory: a round has begun; empty without a limit
-	void   backend.Mem   // flag in pinned host memory: sends are invalid
+	mapped []backend.Mem       // memory of peers' devices, with the tensors that they send
+	begun  backend.Mem         // flag in pinned host memory: a round has begun; empty without a limit
+	void   backend.Mem         // flag in pinned host memory: sends are invalid
+	sends  []backend.FlagWrite // what a send writes, in this order; made by the first one
 }
 
 // peerMemory is the memory that an end and one of its peers share.
@@ -254,20 +255,18 @@ func (w *exchangeMemory) send(s uintptr) error {
 	if err := w.copyPrivate(s); err != nil {
 		return err
 	}
-	for i := range w.peers {
-		if err := w.m.dev.WriteFlag(s, w.peers[i].flag.Lower(), 0); err != nil {
-			return err
+	if w.sends == nil {
+		for i := range w.peers {
+			w.sends = append(w.sends, backend.FlagWrite{Word: w.peers[i].flag.Lower(), V: 0})
+		}
+		for i := range w.peers {
+			w.sends = append(w.sends, backend.FlagWrite{Word: w.peers[i].remote, V: gpusync.Set})
+		}
+		if w.begun.Len() > 0 {
+			w.sends = append(w.sends, backend.FlagWrite{Word: w.begun, V: unseen})
 		}
 	}
-	for i := range w.peers {
-		if err := w.m.dev.WriteFlag(s, w.peers[i].remote, gpusync.Set); err != nil {
-			return err
-		}
-	}
-	if w.begun.Len() == 0 {
-		return nil
-	}
-	return w.m.dev.WriteFlag(s, w.begun, unseen)
+	return w.m.dev.WriteFlags(s, w.sends)
 }
 
 // receive queues a receive in stream s.
