@@ -48,7 +48,8 @@ func New(node *postoffice.Node) (*Ends, error) {
 //
 // The ends are matched by their keys: the keys of a worker's pushes, and of its pulls from one server, must be those
 // of the server for that worker, in the same order. Ends with equal keys are matched in call order. Different lengths
-// are an error on both sides. Tensors are retained until Close; those of captured exchanges are never released.
+// are an error on both sides, and so are more than 256 tensors for one peer in one direction. Tensors are retained
+// until Close; those of captured exchanges are never released.
 //
 // A round of a worker has a time limit, see Limit.
 func (e *Ends) Prepare(ctx context.Context, peers []int, push, pull []af.KeyTensor, opts ...Option) (*Exchange, error) {
@@ -60,6 +61,7 @@ func (e *Ends) Prepare(ctx context.Context, peers []int, push, pull []af.KeyTens
 	x, err := newExchange(e, peers, push, pull, opts)
 	if err == nil {
 		if err = x.connect(ctx); err == nil {
+			x.path = pathOf(x)
 			err = e.begin(x)
 		}
 		if err != nil {
@@ -69,6 +71,7 @@ func (e *Ends) Prepare(ctx context.Context, peers []int, push, pull []af.KeyTens
 	if err != nil {
 		return nil, &van.Error{Op: "prepare exchange", Node: e.node.Name(), Err: err}
 	}
+	e.node.Log().Info("prepared an exchange", "path", x.path, "exchange", x.describe())
 	return x, nil
 }
 

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -39,6 +40,8 @@ type Exchange struct {
 	peers []*peer
 	mem   exchangeMemory
 	host  *host // nil: an exchange in streams
+
+	path string // see Path
 
 	spin    time.Duration // how long Receive polls before it sleeps; negative: it never sleeps
 	crowded bool          // while Receive polls, other goroutines may have no thread
@@ -130,16 +133,37 @@ func (x *Exchange) turn(op string, send bool) error {
 }
 
 func (x *Exchange) wrong(op string, err error) error {
-	return &van.Error{Op: op, Node: x.ends.node.Name(), Detail: x.String(), Err: err}
+	return &van.Error{Op: op, Node: x.ends.node.Name(), Detail: x.describe(), Err: err}
 }
 
-// String describes the exchange in errors.
-func (x *Exchange) String() string {
+// describe describes the exchange in errors and in the log.
+func (x *Exchange) describe() string {
 	p, how := x.peers[0], "in streams"
 	if x.host != nil {
 		how = "by hosts"
 	}
 	return fmt.Sprintf("exchange %s of %d and %d tensors with %d peers", how, len(p.out), len(p.in), len(x.peers))
+}
+
+// Path returns how data goes to the peers: "streams: gpu:0 with server 0, server 1", or with ByHost "hosts: ...". It names
+// tensors that this end first copies on its device because other processes cannot map their memory.
+func (x *Exchange) Path() string { return x.path }
+
+// pathOf returns the text of Path for an exchange that is not closed.
+func pathOf(x *Exchange) string {
+	how := "streams"
+	if x.host != nil {
+		how = "hosts"
+	}
+	var peers []string
+	for _, p := range x.peers {
+		peers = append(peers, fmt.Sprintf("%s %d", van.RoleOf(p.id), van.RankOf(p.id)))
+	}
+	path := fmt.Sprintf("%s: %s with %s", how, x.ends.node.Backend().Device(), strings.Join(peers, ", "))
+	if n := len(x.mem.copied); n > 0 {
+		path += fmt.Sprintf("; copied on the device first: %d of the tensors to send, whose memory other processes cannot map", n)
+	}
+	return path
 }
 
 // Check returns nil, or why the exchange has ended. If it returns nil, the data that streams have received so far is
@@ -149,7 +173,7 @@ func (x *Exchange) Check() error {
 	if err == nil {
 		return nil
 	}
-	return &van.Error{Op: "exchange", Node: x.ends.node.Name(), Detail: x.String(), Err: fmt.Errorf("%w: %w", ErrOver, *err), Hint: "prepare it anew on all of its nodes"}
+	return &van.Error{Op: "exchange", Node: x.ends.node.Name(), Detail: x.describe(), Err: fmt.Errorf("%w: %w", ErrOver, *err), Hint: "prepare it anew on all of its nodes"}
 }
 
 // fail ends the exchange. It returns when all steps are done, or at once if the exchange has ended before.
@@ -182,9 +206,9 @@ func (x *Exchange) fail(err error) {
 	if !used {
 		return
 	}
-	x.awaitPeersOver()
+	awaitPeersOver(x)
 	if free := errors.Join(end, x.mem.free()); free != nil {
-		e.node.Log().Error("streams that wait for an exchange may not be released", "exchange", x.String(), "err", free)
+		e.node.Log().Error("streams that wait for an exchange may not be released", "exchange", x.describe(), "err", free)
 	}
 	e.mu.Lock()
 	e.remove(names)
@@ -208,10 +232,10 @@ func (x *Exchange) tell(names []name, why error) {
 }
 
 // awaitPeersOver waits until the ends of all peers are over, up to gpusync.EndLimit.
-func (x *Exchange) awaitPeersOver() {
+func awaitPeersOver(x *Exchange) {
 	e := x.ends
 	if i := x.ending.Await(e.node.Ended(), e.ended); i >= 0 {
-		e.node.Log().Warn("streams are released, but a peer has not confirmed the end of the exchange", "exchange", x.String(), "peer", e.node.PeerName(x.peers[i].id))
+		e.node.Log().Warn("streams are released, but a peer has not confirmed the end of the exchange", "exchange", x.describe(), "peer", e.node.PeerName(x.peers[i].id))
 	}
 }
 
@@ -238,7 +262,7 @@ func (x *Exchange) Close() error {
 	if !x.captured.Load() && x.host.settle() {
 		if x.host != nil {
 			if err := errors.Join(x.host.free(x.mem.m), x.mem.unmap()); err != nil {
-				x.ends.node.Log().Warn("an exchange by hosts could not release all resources of its device", "exchange", x.String(), "err", err)
+				x.ends.node.Log().Warn("an exchange by hosts could not release all resources of its device", "exchange", x.describe(), "err", err)
 			}
 		}
 		x.mem.putBack()

@@ -156,7 +156,7 @@ func (r receipt) cannotArrive(ctx context.Context) error {
 		return r.ended()
 	}
 	if ctx.Err() != nil {
-		return &van.Error{Op: "receive", Node: x.ends.node.Name(), Peer: r.missing(), Detail: x.String() + ": round " + fmt.Sprint(h.round), Err: van.TimedOut(context.Cause(ctx))}
+		return &van.Error{Op: "receive", Node: x.ends.node.Name(), Peer: r.missing(), Detail: x.describe() + ": round " + fmt.Sprint(h.round), Err: van.TimedOut(context.Cause(ctx))}
 	}
 	return nil
 }
@@ -189,7 +189,7 @@ func (r receipt) finish(ctx context.Context) error {
 		done, err := h.event.Query()
 		if all && !done && err == nil {
 			if ctx.Err() != nil {
-				return &van.Error{Op: "receive", Node: x.ends.node.Name(), Detail: x.String() + ": copies of the device", Err: van.TimedOut(context.Cause(ctx))}
+				return &van.Error{Op: "receive", Node: x.ends.node.Name(), Detail: x.describe() + ": copies of the device", Err: van.TimedOut(context.Cause(ctx))}
 			}
 			if x.failed.Load() != nil {
 				return r.ended()

@@ -112,8 +112,8 @@ func (x *Exchange) divide(ranks []int, push, pull []af.KeyTensor) error {
 		return fmt.Errorf("%w: %d push and %d pull tensors for %d peers, want the same number for each", van.ErrInvalid, len(push), len(pull), n)
 	case each[0]+each[1] == 0:
 		return fmt.Errorf("%w: no push and no pull tensors, want at least one", van.ErrInvalid)
-	case each[0] > MaxTensors || each[1] > MaxTensors:
-		return fmt.Errorf("%w: %d push and %d pull tensors for each peer, want at most %d", van.ErrInvalid, each[0], each[1], MaxTensors)
+	case each[0] > maxTensors || each[1] > maxTensors:
+		return fmt.Errorf("%w: %d push and %d pull tensors for each peer, want at most %d", van.ErrInvalid, each[0], each[1], maxTensors)
 	}
 	for k, list := range [][]af.KeyTensor{push, pull} {
 		for i := range list {

@@ -494,7 +494,7 @@ func TestMisuse(t *testing.T) {
 		{"no peers", []int{}, one(4), nil, "no peers"},
 		{"a server twice", []int{0, 0}, one(4), nil, "peers [0 0]"},
 		{"a server that is none", []int{2}, one(4), nil, "peers [2]"},
-		{"too many", []int{0}, w.list(t, 1, 300, buffers(streams.MaxTensors+1, 1)...), nil, "want at most 256"},
+		{"too many", []int{0}, w.list(t, 1, 300, buffers(257, 1)...), nil, "want at most 256"},
 	} {
 		if _, err := w.Prepare(limited(t, 10*time.Second), c.peers, c.push, c.pull); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: %v, want %v with %q", c.what, err, van.ErrInvalid, c.want)

@@ -29,8 +29,8 @@ const (
 )
 
 const (
-	// MaxTensors is the maximum number of tensors of an end for one peer, in each direction.
-	MaxTensors = 256
+	// maxTensors is the maximum number of tensors of an end for one peer, in each direction.
+	maxTensors = 256
 	// maxText is the longest text of a verbOver.
 	maxText = 512
 )
@@ -136,9 +136,9 @@ func parse(b []byte) (n note, err error) {
 	}
 	out, in := int(le.Uint16(b)), int(le.Uint16(b[2:]))
 	b = b[4:]
-	if want := out*(partLen+van.ExportLen) + in*partLen; out > MaxTensors || in > MaxTensors || len(b) != want || n.verb == verbAccept && in > 0 {
+	if want := out*(partLen+van.ExportLen) + in*partLen; out > maxTensors || in > maxTensors || len(b) != want || n.verb == verbAccept && in > 0 {
 		return n, &van.FieldError{Field: "body tensors", Value: fmt.Sprintf("%d and %d in %d bytes", out, in, len(b)),
-			Want: fmt.Sprintf("%d at most of each, in %d bytes", MaxTensors, want)}
+			Want: fmt.Sprintf("%d at most of each, in %d bytes", maxTensors, want)}
 	}
 	n.out, n.in = make([]part, out), make([]part, in)
 	for i := range n.out {

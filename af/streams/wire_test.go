@@ -70,7 +70,7 @@ func TestMalformed(t *testing.T) {
 		{"tensors that an answer has not", "body tensors", changed(verbAccept, func(n *note) { n.in = []part{{key: 1}} })},
 		{"too few bytes", "body tensors", offer[:len(offer)-1]},
 		{"too many bytes", "body tensors", append(offer, 0)},
-		{"too many tensors", "body tensors", changed(verbOffer, func(n *note) { n.in = make([]part, MaxTensors+1) })},
+		{"too many tensors", "body tensors", changed(verbOffer, func(n *note) { n.in = make([]part, maxTensors+1) })},
 		{"too long a text", "body_size", append(changed(verbOver, func(n *note) { n.text = strings.Repeat("x", maxText) }), 'x')},
 	} {
 		_, err := parse(c.b)
