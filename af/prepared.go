@@ -3,10 +3,13 @@ package af
 // Prepared: tensors that are checked once and sent repeatedly.
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 
@@ -60,7 +63,39 @@ func (w *Worker) Prepare(push []KeyTensor, pull [][]KeyTensor, opts ...CallOptio
 			x.rows = min(x.rows, t.rows())
 		}
 	}
+	if log := w.node.Log(); log.Enabled(context.Background(), slog.LevelInfo) {
+		log.Info("prepared an exchange", "path", x.Path(), "tensors", x.tensors())
+	}
 	return x, nil
+}
+
+// Path returns how data goes to the servers at present, and why not over a faster path, as Stats does: "messages: server
+// 0: shared memory; server 1: tcp (not over shared memory: ...)". A path that is "none" is chosen by the first data. If
+// tensors are on the device, Path also says whether their values go through host memory. It does not wait.
+func (x *Prepared) Path() string {
+	var paths []string
+	servers := map[string]string{}
+	for _, id := range x.servers {
+		p := x.w.node.PathNow(id)
+		path := p.String()
+		switch {
+		case !x.device || p.Over == "":
+		case p.Device:
+			path += ", directly from the device"
+		default:
+			path += ", through host memory"
+		}
+		if servers[path] == "" {
+			paths = append(paths, path)
+		} else {
+			servers[path] += ", "
+		}
+		servers[path] += fmt.Sprint("server ", van.RankOf(id))
+	}
+	for i, p := range paths {
+		paths[i] = servers[p] + ": " + p
+	}
+	return "messages: " + strings.Join(paths, "; ")
 }
 
 // Start sends the exchange as PushPull would, and returns at once. The call must be waited

@@ -3,6 +3,7 @@ package van
 // The Van interface, the optional abilities of a transport, and the registry of transports.
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
@@ -201,6 +202,15 @@ type Path struct {
 	// Device says that values on the node's device are sent directly. On other paths they
 	// are copied to the host first.
 	Device bool
+}
+
+// String returns the path as "tcp (why)", or "none (why)".
+func (p Path) String() string {
+	over := cmp.Or(p.Over, "none")
+	if p.Why == "" {
+		return over
+	}
+	return over + " (" + p.Why + ")"
 }
 
 // PathChooser is implemented by transports that choose a carrier for each peer, and

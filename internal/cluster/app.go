@@ -6,6 +6,8 @@ import (
 	"context"
 	"log/slog"
 	"time"
+
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // App is a node with the methods that application packages need and programs do not: customers, messages, names of
@@ -29,6 +31,9 @@ func (a App) Native(id int) bool { return a.processes.of(id).incarnation != 0 }
 
 // PeerName names node id and its address: "server 1 (id 10) at 10.0.0.7:4021".
 func (a App) PeerName(id int) string { return a.peerName(id) }
+
+// PathNow returns the present path of data to node id, with the reason, as Stats does. It does not wait.
+func (a App) PathNow(id int) van.Path { return pathTo(a.Node, id) }
 
 // Addresses returns the port at which the node listens and the addresses of the peers
 // that it is connected to, as "host:port".

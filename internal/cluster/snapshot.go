@@ -62,16 +62,21 @@ func (n *Node) Stats() Stats {
 	}
 	n.control.mu.Unlock()
 	for i := range s.Peers {
-		p := &s.Peers[i]
-		if _, connected := n.peers.Load(p.ID); connected && n.role != van.Scheduler && p.ID != van.SchedulerID {
-			p.Path = van.PathTo(n.transport.van, p.ID, true)
-		}
+		s.Peers[i].Path = pathTo(n, s.Peers[i].ID)
 	}
 	n.apps.mu.Lock()
 	s.QueuedRequests, s.QueuedBytes = n.apps.messages, n.apps.bytes
 	n.apps.mu.Unlock()
 	s.PendingMessages, s.PendingBytes = n.pending.size()
 	return s
+}
+
+// pathTo returns the present path of data from n to node id; see PeerStats.Path.
+func pathTo(n *Node, id int) van.Path {
+	if _, connected := n.peers.Load(id); !connected || n.role == van.Scheduler || id == van.SchedulerID {
+		return van.Path{}
+	}
+	return van.PathTo(n.transport.van, id, true)
 }
 
 // stats describes the customer and its requests.
