@@ -120,6 +120,9 @@
 	"The result of prepare(): tensors that are exchanged many times, one round at a time.\n" \
 	"Several exchanges may be under way. When it is dropped, the library releases the\n" \
 	"tensors after the round under way. Programs cannot create one."
+#define DOC_EXCHANGE_PATH \
+	"How data goes to the servers at present, and why not faster, as stats() has it:\n" \
+	"'messages: server 0: shared memory'. The first round chooses paths that are 'none'."
 #define DOC_EXCHANGE_START \
 	"start($self, /, rows=None)\n--\n\n" \
 	"Begin a round: send the push tensors, and receive the pull tensors. Returns at once.\n" \
@@ -200,6 +203,7 @@
 	"is lost or closes its end, or when a round takes too long: the streams continue, check()\n" \
 	"raises the reason, and the program prepares a new exchange. Dropping it closes it.\n" \
 	"Programs cannot create one."
+#define DOC_STREAMS_PATH "How data goes to the peers: 'streams: gpu:0 with server 0', or with host=True 'hosts: ...'."
 #define DOC_STREAMS_SEND \
 	"send($self, /, need_event=True)\n--\n\n" \
 	"Queue to the current CUDA stream: tell the peers that the tensors for them are ready.\n" \

@@ -2,6 +2,8 @@
 
 #include "handle.h"
 
+#include <stdlib.h>
+
 #include "_cgo_export.h"
 #include "call.h"
 
@@ -37,6 +39,16 @@ PyObject *sf_handle_check(PyObject *o, PyObject *noargs) {
   if (sf_enter() < 0) return NULL;
   if (sf_handle_error(sf_at(o), &e) != SF_DONE) return sf_raise(&e);
   Py_RETURN_NONE;
+}
+
+PyObject *sf_handle_path(PyObject *o, void *unused) {
+  (void)unused;
+  if (sf_enter() < 0) return NULL;
+  char *text = NULL;
+  Py_BEGIN_ALLOW_THREADS sf_path(sf_at(o), &text);
+  Py_END_ALLOW_THREADS PyObject *path = PyUnicode_FromString(text);
+  free(text);
+  return path;
 }
 
 int sf_add_class(PyObject *module, const char *name, PyType_Spec *spec, PyObject **class) {

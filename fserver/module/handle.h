@@ -26,6 +26,9 @@ void sf_handle_dealloc(PyObject *o);
 // sf_handle_check is the method check() of the classes whose objects have an error.
 PyObject *sf_handle_check(PyObject *o, PyObject *noargs);
 
+// sf_handle_path is the getter of the attribute path of exchanges.
+PyObject *sf_handle_path(PyObject *o, void *unused);
+
 // Defines the tp_new of a class that only a call of the module creates.
 #define SF_NOT_CREATED(name, text)                                            \
   static PyObject *name(PyTypeObject *type, PyObject *args, PyObject *kw) {   \

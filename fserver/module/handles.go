@@ -9,7 +9,10 @@ package main
 */
 import "C"
 
-import "runtime/cgo"
+import (
+	"runtime/cgo"
+	"strings"
+)
 
 // newHandle makes the handle of an object with a method Drop.
 func newHandle(x interface{ Drop() }) C.uint64_t { return C.uint64_t(cgo.NewHandle(x)) }
@@ -31,4 +34,11 @@ func sf_handle_drop(at C.uint64_t) {
 //export sf_handle_error
 func sf_handle_error(at C.uint64_t, e *C.sf_error) C.int {
 	return result(e, object[interface{ Check() error }](at).Check())
+}
+
+// sf_path sets text, which the caller frees, to the path of an exchange.
+//
+//export sf_path
+func sf_path(at C.uint64_t, text **C.char) {
+	*text = C.CString(strings.ToValidUTF8(object[interface{ Path() string }](at).Path(), "?"))
 }

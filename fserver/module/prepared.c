@@ -129,8 +129,13 @@ static PyMethodDef exchange_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyGetSetDef exchange_values[] = {
+    {"path", sf_handle_path, NULL, DOC_EXCHANGE_PATH, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyType_Slot exchange_slots[] = {
-    {Py_tp_doc, DOC_EXCHANGE}, {Py_tp_new, exchange_new}, {Py_tp_dealloc, sf_handle_dealloc}, {Py_tp_methods, exchange_methods}, {0, NULL},
+    {Py_tp_doc, DOC_EXCHANGE}, {Py_tp_new, exchange_new}, {Py_tp_dealloc, sf_handle_dealloc}, {Py_tp_methods, exchange_methods}, {Py_tp_getset, exchange_values}, {0, NULL},
 };
 
 static PyType_Spec exchange_spec = {"fserver_lib.Exchange", sizeof(exchange_object), 0, Py_TPFLAGS_DEFAULT, exchange_slots};

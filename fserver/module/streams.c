@@ -112,8 +112,13 @@ static PyMethodDef streams_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyGetSetDef streams_values[] = {
+    {"path", sf_handle_path, NULL, DOC_STREAMS_PATH, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyType_Slot streams_slots[] = {
-    {Py_tp_doc, DOC_STREAMS}, {Py_tp_new, streams_new}, {Py_tp_dealloc, sf_handle_dealloc}, {Py_tp_methods, streams_methods}, {0, NULL},
+    {Py_tp_doc, DOC_STREAMS}, {Py_tp_new, streams_new}, {Py_tp_dealloc, sf_handle_dealloc}, {Py_tp_methods, streams_methods}, {Py_tp_getset, streams_values}, {0, NULL},
 };
 
 static PyType_Spec streams_spec = {"fserver_lib.StreamExchange", sizeof(streams_object), 0, Py_TPFLAGS_DEFAULT, streams_slots};

@@ -136,6 +136,7 @@ def test_replays(cluster, memory):
 def many_worker(n):
     push, pulls = ints(n, 5000), [ints(n, 700) for _ in range(2)]
     x = n.f.prepare_streams([push], [1], pulls, [2, 2], timeout_ms=30000)
+    assert x.path == "streams: gpu:%s with server 0, server 1" % n.env["STEPMESH_GPU"]
     for i in range(100):
         push.fill_(i + 1000 * n.rank)
         x.send()

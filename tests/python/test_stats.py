@@ -1,4 +1,4 @@
-"""stats(): the paths to the peers with their reasons, requests in flight, counters, and lost peers."""
+"""stats(), and path of prepared exchanges: the paths to the peers with their reasons, requests in flight, counters, and lost peers."""
 
 import time
 
@@ -29,7 +29,10 @@ def path_worker(n):
     assert before["server 0"]["path"] == ("zmq" if path == "zmq" else "")
     assert before["server 0"]["why"] == (why if path == "zmq" else UNUSED)
     assert before["scheduler"]["path"] == before["scheduler"]["why"] == ""
+    x = n.f.prepare([n.lib.zeros("uint8", SIZE)], [1], [], [])
+    assert x.path == "messages: server 0: " + ("zmq" if path == "zmq" else "none (%s)" % UNUSED)
     exchange(n)
+    assert x.path == "messages: server 0: " + path
     after = n.f.stats()
     assert after["node"].startswith("worker %d" % n.rank) and after["id"] == 9 + 2 * n.rank
     server = peers(n)["server 0"]
@@ -63,6 +66,13 @@ def reason_worker(n):
     exchange(n)
     server = peers(n)["server 0"]
     assert (server["path"], server["why"]) == tuple(n.args), server
+    x = n.f.prepare([n.lib.zeros("uint8", SIZE)], [1], [], [])
+    assert x.path == "messages: server 0: %s (%s)" % tuple(n.args)
+    x.close()
+    with pytest.raises(AttributeError):
+        x.path = ""
+    n.f.stop()
+    assert x.path.startswith("messages: server 0: ")
 
 
 def reason_server(n):
