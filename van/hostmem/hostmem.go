@@ -20,7 +20,8 @@ import (
 // memory is unmapped when Free was called and no transport uses it any more.
 type Allocation struct {
 	base  unsafe.Pointer
-	size  int // whole pages
+	n     int // bytes of the allocation
+	size  int // with the rest of the last page
 	users atomic.Int32
 	free  sync.Once
 
@@ -52,7 +53,7 @@ func Alloc(n int) (backend.Mem, error) {
 	if n < 0 || n > most {
 		return backend.Mem{}, fmt.Errorf("shared memory of %d bytes, want 0 to %d", n, most)
 	}
-	a := &Allocation{size: pages(n)}
+	a := &Allocation{n: n, size: pages(n)}
 	a.users.Store(1)
 	file, err := newFile(a.size)
 	if err != nil {
@@ -157,9 +158,9 @@ func Allocated(addr uint64) bool {
 	return ok
 }
 
-// IsWhole reports whether mem, which lies in a, is all of it but a rest of its last page.
+// IsWhole reports whether mem, which lies in a, is all of it.
 func (a *Allocation) IsWhole(mem backend.Mem) bool {
-	return mem.Addr() == a.addr() && pages(mem.Len()) == a.size
+	return mem.Addr() == a.addr() && mem.Len() == a.n
 }
 
 // Export returns the file of a for a peer, which will map it. writable says that the peer may write to it.

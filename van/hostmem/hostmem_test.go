@@ -89,7 +89,7 @@ func TestRevoke(t *testing.T) {
 	if string(m.Host()[100:106]) != "answer" || !HasFile(m, file.Inode) {
 		t.Fatal("the peer does not write to the memory")
 	}
-	for _, part := range []backend.Mem{m.Sub(0, 4096), m.Sub(1, 4999)} {
+	for _, part := range []backend.Mem{m.Sub(0, 4096), m.Sub(1, 4999), m.Sub(0, 4999)} {
 		if err := Revoke(part); err != nil || own.Export(false) != file {
 			t.Fatalf("%v: the allocation of a part has another file", err)
 		}

@@ -48,15 +48,15 @@ type exportedAllocations struct {
 	freed  uint64            // hostmem.Freed at the last check
 }
 
-// has reports whether the peer knows the allocation of mem.
+// has reports whether the peer knows the allocation of mem, and its present file.
 func (s *exportedAllocations) has(mem backend.Mem) bool {
 	a := hostmem.Find(mem)
 	if a == nil {
 		return false
 	}
 	addr, _ := a.Extent()
-	_, ok := s.inodes[addr]
-	return ok
+	inode, ok := s.inodes[addr]
+	return ok && inode == a.Export(false).Inode
 }
 
 // announce sends the descriptions that the peer needs for msg, and the memory for its answers. byReference tells whether pushed values in
@@ -122,10 +122,11 @@ func isPulled(msg *van.Message, mem backend.Mem) bool {
 func (s *exportedAllocations) export(a *hostmem.Allocation, writable bool) bool {
 	addr, n := a.Extent()
 	file := a.Export(writable)
-	if s.inodes[addr] == file.Inode {
+	inode, known := s.inodes[addr]
+	if known && inode == file.Inode {
 		return true
 	}
-	if len(s.inodes) >= maxImportedFiles {
+	if !known && len(s.inodes) >= maxImportedFiles {
 		return false
 	}
 	if s.inodes == nil {

@@ -137,6 +137,9 @@ func (r *remote) mapFile(fd, size int, inode uint64) (*importedAllocation, error
 	if st.Ino != inode {
 		return nil, fmt.Errorf("descriptor %d has inode %d, want %d: the peer has freed the allocation", fd, st.Ino, inode)
 	}
+	if have := st.Blocks * 512; have < int64(size) {
+		return nil, fmt.Errorf("descriptor %d has memory for %d bytes, want %d: this process would allocate the rest", fd, have, size)
+	}
 	p, err := unix.MmapPtr(own, 0, nil, uintptr(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_POPULATE)
 	if err != nil {
 		return nil, fmt.Errorf("mmap: %w", err)

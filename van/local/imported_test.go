@@ -61,6 +61,21 @@ func TestDescribedMemory(t *testing.T) {
 	if err := unix.Fstat(unsealed, &st); err != nil {
 		t.Fatal(err)
 	}
+	sparse, err := unix.MemfdCreate("sparse", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(sparse)
+	if err := unix.Ftruncate(sparse, 1<<16); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := unix.FcntlInt(uintptr(sparse), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK); err != nil {
+		t.Fatal(err)
+	}
+	var holes unix.Stat_t
+	if err := unix.Fstat(sparse, &holes); err != nil {
+		t.Fatal(err)
+	}
 	for _, c := range []struct {
 		name   string
 		record []byte
@@ -72,6 +87,7 @@ func TestDescribedMemory(t *testing.T) {
 		{"another file", described(mem.Addr(), 1<<16, file.Inode+1, file.FD), false, false},
 		{"no file", described(mem.Addr(), 1<<16, file.Inode, 1<<20), false, false},
 		{"a file that can shrink", described(mem.Addr(), 1<<16, st.Ino, unsealed), false, false},
+		{"a file without memory", described(mem.Addr(), 1<<16, holes.Ino, sparse), false, false},
 		{"address 0", described(0, 1<<16, file.Inode, file.FD), false, true},
 		{"too long", described(mem.Addr(), 1<<60, file.Inode, file.FD), false, true},
 		{"no descriptor", described(mem.Addr(), 1<<16, file.Inode, -1), false, true},
@@ -118,6 +134,30 @@ func TestDescribedMemory(t *testing.T) {
 	l.c.mapsMemory = false
 	if err := l.recvAllocation(described(mem.Addr(), 1<<16, file.Inode, file.FD)); !errors.Is(err, van.ErrMalformed) {
 		t.Errorf("without STEPAF_SHM_MAP: %v", err)
+	}
+}
+
+// TestFullList: a peer that knows as many allocations as it maps uses the former file of none.
+func TestFullList(t *testing.T) {
+	mem, err := hostmem.Alloc(1 << 16)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer hostmem.Free(mem)
+	a := mem.Owner().(*hostmem.Allocation)
+	l := &outLink{}
+	l.queue.put(&queued{}) // what is sent now waits
+	s := exportedAllocations{l: l, inodes: map[uint64]uint64{}}
+	for i := range uint64(maxImportedFiles) {
+		s.inodes[i] = i
+	}
+	if s.has(mem) || s.export(a, false) {
+		t.Error("one more allocation is described")
+	}
+	delete(s.inodes, 0)
+	s.inodes[mem.Addr()] = a.Export(false).Inode + 1 // of a former allocation
+	if s.has(mem) {
+		t.Error("the peer uses the former file")
 	}
 }
 
