@@ -17,7 +17,11 @@ static PyObject *py_empty_shared(PyObject *self, PyObject *size) {
   uint64_t at;
   (void)self;
   if (sf_enter() < 0 || sf_int64_arg(size, "size", &n) < 0) return NULL;
-  if (sf_shared_alloc(n, &at, &t, &e) != SF_DONE) return sf_raise(&e);
+  int done;
+  Py_BEGIN_ALLOW_THREADS // the system clears the memory
+  done = sf_shared_alloc(n, &at, &t, &e);
+  Py_END_ALLOW_THREADS
+  if (done != SF_DONE) return sf_raise(&e);
   PyObject *memory = sf_handle_object(memory_class, at);
   if (memory == NULL) return NULL;
   PyObject *tensor = tensor_over(&t, memory);
