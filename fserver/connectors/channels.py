@@ -7,6 +7,7 @@ have the same order.
 """
 
 import collections
+import threading
 import time
 
 import torch
@@ -27,6 +28,11 @@ def stream_host(device):
             return file.read().strip()
     except OSError:
         return ""
+
+
+def capturing(device):
+    """Whether a CUDA graph is being captured in the current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Channel:
@@ -51,7 +57,8 @@ class Channels:
         self.device, self.width, self.out_dtype, self.timeout_ms = device, width, out_dtype, timeout_ms
         self.keys = keys
         self._all = {}  # by peer, stage, dtypes and shapes, and rows
-        self._ended = 0  # how often close() has ended the channels
+        self._captured = set()  # those in CUDA graphs, whose replays use them also after close()
+        self.ended = 0  # how often close() has ended the channels
         self._queued = collections.deque()  # (event recorded after a micro-batch's receives, its channels), oldest first
         self._events = []  # for later ones
 
@@ -62,6 +69,8 @@ class Channels:
         name = peer, stage, like, most
         channel = self._all.get(name)
         if channel is None:
+            if capturing(self.device):
+                raise f.ValueError("stage %d: a CUDA graph is captured with %d rows for rank %d, which were not exchanged before: run the step once, then capture it" % (stage, rows, peer))
             self.settle()  # the driver maps no memory while a stream waits
             keys = self.keys(peer, stage, most, len(like))
             inputs = [torch.empty((most,) + shape, dtype=dtype, device=self.device) for dtype, shape in like]
@@ -75,16 +84,15 @@ class Channels:
         whole process."""
         for channel in channels:
             channel.exchange.receive()
-        event = self._event()
-        if event is not None:
-            self._queued.append((event, channels))
+        if capturing(self.device):
+            self._captured.update(channels)
+            return
+        self._queued.append((self._event(), channels))
         while len(self._queued) > AHEAD:
             self._first()
 
     def _event(self):
-        """Returns an event recorded after the queued work; None in a capture, because replays are not tracked here."""
-        if torch.cuda.is_current_stream_capturing():
-            return None
+        """Returns an event recorded after the queued work."""
         event = self._events.pop() if self._events else torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -101,19 +109,23 @@ class Channels:
         self._events.append(event)
 
     def settle(self):
-        """Waits for all queued receives. Raises if one of the exchanges has ended: what was received may then be wrong."""
+        """Waits for all queued receives, and replays. Raises if one of the exchanges has ended: what was received may then be
+        wrong. In a capture nothing is waited for."""
+        if capturing(self.device):
+            return
+        if self._captured:
+            self._queued.append((self._event(), list(self._all.values())))
         while self._queued:
             self._first()
-        for channel in self._all.values():
-            channel.exchange.check()
+        self.checker()()
 
     def checker(self):
         """Returns a function that any thread may call after the device has done what is queued now. It raises if what was
         received may be wrong."""
-        ended, channels = self._ended, list(self._all.values())
+        ended, channels = self.ended, list(self._all.values())
 
         def check():
-            if self._ended != ended:
+            if self.ended != ended:
                 raise f.ConnectionError("the stream exchanges of this step have ended")
             for channel in channels:
                 channel.exchange.check()
@@ -128,13 +140,24 @@ class Channels:
             return True
         return False
 
+    def stale(self):
+        """Whether a CUDA graph contains an exchange that close() has ended. Its replays copy old bytes and wait for nobody."""
+        return not self._captured.issubset(self._all.values())
+
     def close(self):
-        """Ends all exchanges, also for the peers."""
-        self._ended += 1
+        """Ends all exchanges, also for the peers. Each waits for its peer, so all end at the same time."""
+        self.ended += 1
         self._queued.clear()
         channels, self._all = self._all, {}
-        for channel in channels.values():
-            try:
-                channel.exchange.close()
-            except f.Error:
-                pass  # it had ended before, and its error was raised
+        threads = [threading.Thread(target=_end, args=(channel.exchange,)) for channel in channels.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def _end(exchange):
+    try:
+        exchange.close()
+    except f.Error:
+        pass  # it had ended before, and its error was raised

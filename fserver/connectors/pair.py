@@ -15,6 +15,7 @@ FFN side needs the rows of each step (expect). If a rank is lost, the step fails
 """
 
 import collections
+import ctypes
 import json
 import os
 import socket
@@ -58,6 +59,12 @@ def _raw(t):
     if t.element_size() == 1 and t.dtype not in (torch.uint8, torch.int8, torch.bool):
         return t.view(torch.uint8)
     return t
+
+
+def _bytes(t):
+    """Returns the contents of a tensor of bytes."""
+    t = t.cpu().contiguous()
+    return ctypes.string_at(t.data_ptr(), t.numel())
 
 
 def _dtype_name(dtype):
@@ -487,6 +494,8 @@ class Attention(_Side):
         if self.streams and (self._rounds or any(layer != self.layers - 1 for layer in self._done.values()) or self._channels.failed()):
             self._end_step()  # the last step has failed, or the engine has given it up: the FFN side must not go on with it
         self._done.clear()
+        if self._channels.stale():
+            raise f.ConnectionError("%s: an exchange in this process's CUDA graphs has ended, and a replay would give old values: start the attention ranks again" % self)
         if self.streams:
             self._handshake_again()
         wrong, control, self._control, self._latest = None, self._control, [], bytes(data)
@@ -497,7 +506,7 @@ class Attention(_Side):
                 self._lost.add(i)  # a replacement gets this message
             except f.Error as e:
                 wrong = wrong or e  # the other ranks still get the message
-        text, key = torch.tensor(list(data), dtype=torch.uint8), _key(CONTROL, self.rank)
+        text, key = torch.frombuffer(bytearray(data), dtype=torch.uint8), _key(CONTROL, self.rank)
         for i, peer in enumerate(self.peers):
             try:
                 self._control.append((i, f.push_pull([text], [key], [torch.zeros(1, dtype=torch.uint8)], [key], servers=[peer])))
@@ -659,6 +668,8 @@ class FFN(_Side):
                 if stage is None:
                     raise ValueError("%s: recv without a stage, which streams need" % self)
                 return self._queued(stage, ((self.dtype, (self.width,)),) + tuple(more))
+            if channels.capturing(self.device):
+                raise f.ValueError("%s: a CUDA graph is being captured, which cannot contain rounds by messages: let streams exchange the micro-batches, or capture nothing" % self)
             self._tell()
             stage_, items, late, missing = self._take(stage)
             if items:
@@ -795,9 +806,9 @@ class FFN(_Side):
                 f.respond([_text("-" + text)], handler)
             raise Mismatch(text)
         if kind == HELLO:
-            self._welcome(handler, rank, bytes(tensors[0].tolist()))
+            self._welcome(handler, rank, _bytes(tensors[0]))
         elif kind == CONTROL:
-            self._controls[rank].append(bytes(tensors[0].tolist()))
+            self._controls[rank].append(_bytes(tensors[0]))
             self._informed.add(rank)
             f.respond([torch.ones(1, dtype=torch.uint8)], handler)
         elif kind == CANCEL:

@@ -131,11 +131,18 @@ class StepMeshAFDConnector(AFDConnectorBase):
             self._leave(0)  # the other ranks would wait for this one
             raise
 
+    def _in_streams(self):
+        """Whether this side offers to exchange in streams."""
+        ranks, asked = int(getattr(self.vllm_config.parallel_config, "tensor_parallel_size", 1)), self.extra_info.streams
+        if asked and ranks > 1:
+            raise ValueError("connector_extra_config: streams is true with tensor_parallel_size %d, want 1: vLLM reads the output of one of these ranks, so nobody would notice that the exchange of another one has failed" % ranks)
+        return self.extra_info.replace_ms == 0 and self.attn_size >= self.ffn_size and ranks == 1 if asked is None else asked
+
     def _make_side(self, device):
         config, extra, model = self.afd_config, self.extra_info, self.vllm_config.model_config
         common = dict(width=int(model.hf_config.hidden_size), dtype=model.dtype, stages=self._stages(),
                       layers=int(model.hf_config.num_hidden_layers), timeout_ms=extra.timeout_ms,
-                      streams=extra.replace_ms == 0 and self.attn_size >= self.ffn_size if extra.streams is None else extra.streams)
+                      streams=self._in_streams())
         if config.role == "attention":
             self.side = _pair().Attention(self.role_rank, self.attn_size, self.ffn_size, device=device, replace_ms=extra.replace_ms,
                                   max_rows=int(self.vllm_config.scheduler_config.max_num_batched_tokens), **common)
@@ -187,7 +194,10 @@ class StepMeshAFDConnector(AFDConnectorBase):
         self._send(hidden_states, router_logits, metadata.stage_idx, metadata.layer_idx)
 
     def _send(self, hidden_states, router_logits, stage, layer):
-        self._open("attention").send(stage, [hidden_states] if router_logits is None else [hidden_states, router_logits], layer=layer)
+        side = self._open("attention")
+        if not side.streams and _pair().channels.capturing(side.device):
+            raise RuntimeError("%s: CUDA graphs need streams between these ranks: connector_extra_config has \"streams\": false or replace_ms, or the ranks are on several hosts; set enforce_eager" % side)
+        side.send(stage, [hidden_states] if router_logits is None else [hidden_states, router_logits], layer=layer)
 
     def recv_ffn_output(self, ref_tensor, ubatch_idx=0, **kwargs):
         if _compiling():
@@ -272,6 +282,7 @@ class StepMeshAFDControlPlane(AFDControlPlane):
     def __init__(self, connector):
         self.connector = connector
         self._announced = {}  # FFN: by stage: what the model got, and the metadata of the attention ranks
+        self._graphs = {}  # FFN: by the counts that the model got: what its graph depends on, see _graph
 
     def update_state_from_dp_metadata(self, payload):
         c = self.connector
@@ -317,8 +328,23 @@ class StepMeshAFDControlPlane(AFDControlPlane):
             if mine != other:
                 raise _pair().Mismatch("ffn %d: attention %d announced %s tokens (stage: counts), attention %d %s" % (c.role_rank, c.peers[0], mine, rank, other))
         self._announced = {stage: (self._of_ffn(m), m) for stage, m in first.dp_metadata_list.items()}
+        counts = _all_counts(first)
         first.dp_metadata_list = {stage: given for stage, (given, _) in self._announced.items()}
+        self._graph(first, counts)
         return first
+
+    def _graph(self, payload, counts):
+        """Makes the plugin's runner replay only graphs that fit. It finds them by the counts that the model got. A graph also
+        depends on the rows of each attention rank, and on exchanges that have not ended since its capture."""
+        c = self.connector
+        name = str(sorted(_all_counts(payload).items()))
+        depends = counts, c.side._channels.ended
+        if payload.is_graph_capturing:
+            if getattr(c.vllm_config.model_config, "enforce_eager", False):
+                raise _pair().Mismatch("ffn %d: attention %s captures CUDA graphs, and this rank has enforce_eager: set the same on both sides" % (c.role_rank, c.peers))
+            self._graphs[name] = depends
+        elif self._graphs.get(name, depends) != depends:
+            payload.is_warmup = True  # the step runs without a graph
 
 
 def _counts(metadata, attention):
