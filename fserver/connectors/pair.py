@@ -17,6 +17,7 @@ FFN side needs the rows of each step (expect). If a rank is lost, the step fails
 import collections
 import ctypes
 import json
+import logging
 import os
 import socket
 import time
@@ -27,7 +28,7 @@ import fserver_lib as f
 
 from . import channels, layout
 
-VERSION = 4  # of the protocol between the two sides
+VERSION = 5  # of the protocol between the two sides
 DATA, CONTROL, HELLO, CANCEL, QUEUED = 1, 2, 3, 4, 5
 TEXT = 2048  # bytes of the answer to a handshake
 STAGES, LAYERS, FORMS, TENSORS = 256, 1 << 16, 16, 16
@@ -92,6 +93,8 @@ class _Side:
         self.device = torch.device(device)
         self.timeout_ms = timeout_ms if timeout_ms is None else _count("timeout_ms", timeout_ms, 1 << 40)
         self.stream_host = channels.stream_host(self.device) if streams else ""
+        self.no_streams = "" if self.stream_host else "%s: %s" % (self, "its tensors are on %s" % self.device if streams else "streams=False")
+        self.path = ""  # how micro-batches are exchanged, once the ranks have agreed: streams, or messages and why not streams
         self._channels = channels.Channels(self.device, self.width, self.out_dtype, timeout_ms, self._keys)
 
     def _keys(self, peer, stage, most, tensors):
@@ -100,6 +103,10 @@ class _Side:
 
     def __str__(self):
         return "%s %d" % (self.role, self.rank)
+
+    def _agreed(self, no_streams):
+        self.path = "messages, not streams: " + no_streams if no_streams else "streams"
+        logging.getLogger(__name__).info("%s: micro-batches go in %s", self, self.path)
 
     def _hello(self):
         return {
@@ -176,7 +183,7 @@ class Attention(_Side):
     # The handshake.
 
     def _who(self, again):
-        text = dict(self._hello(), who="%s at %s, pid %d" % (self, socket.gethostname(), os.getpid()), again=again, stream_host=self.stream_host)
+        text = dict(self._hello(), who="%s at %s, pid %d" % (self, socket.gethostname(), os.getpid()), again=again, stream_host=self.stream_host, no_streams=self.no_streams)
         if again and self._latest is not None and not self.streams:  # with streams a replacement begins with a new step
             text["control"] = self._latest.decode("latin-1")
         return torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8)
@@ -211,10 +218,12 @@ class Attention(_Side):
             except BaseException:
                 self._greeting = None  # there are no replies
                 raise
-        answers = [_compared(reply) for reply in self._replies]
+        reasons = [_compared(reply) for reply in self._replies]
+        answers = [not reason for reason in reasons]
         if any(answers) != all(answers):
             raise Mismatch("%s: some of ffn %s are on its host, others are not: set streams=False on all sides" % (self, _list(self.peers)))
         self.streams, self._greeted = all(answers), True
+        self._agreed(reasons[0])
 
     def _compare(self, i, timeout_ms):
         """Repeats the handshake with the replacement of a lost peer."""
@@ -222,7 +231,7 @@ class Attention(_Side):
             return
         reply, key = torch.zeros(TEXT, dtype=torch.uint8), _key(HELLO, self.rank)
         f.wait(f.push_pull([self._who(True)], [key], [reply], [key], servers=[self.peers[i]]), timeout_ms=timeout_ms)
-        if bool(_compared(reply)) != self.streams:
+        if bool(_compared(reply)) == self.streams:
             raise Mismatch("%s: the replacement of ffn %d and the former process do not both exchange in streams: set the same streams on all sides" % (self, self.peers[i]))
         self._lost.discard(i)
 
@@ -641,7 +650,7 @@ class FFN(_Side):
         _count("timeout_ms", timeout_ms, 1 << 40)  # not None, since the rest of a batch has a limit
         self.together = together
         self.streams = None if self.stream_host else False  # whether CUDA streams exchange the micro-batches; None until all ranks have sent their handshake
-        self._stream_hosts = {}  # of ranks with a handshake
+        self._no_streams = {}  # by rank with a handshake: why it and this rank cannot exchange in streams
         self._unanswered = []  # handlers of handshakes that wait until streams is decided
         self._slots = {}  # (stage, rank): the waiting batch
         self._controls = {r: collections.deque() for r in self.peers}
@@ -843,19 +852,21 @@ class FFN(_Side):
             self.resumes = True
         wrong = ["%s: %s has %s, %s at %s, pid %d has %s" % (k, other["who"], other.get(k), self, socket.gethostname(), os.getpid(), v)
                  for k, v in own.items() if other.get(k) != v]
-        if self.streams and other.get("stream_host") != self.stream_host:
+        same = other.get("stream_host") == self.stream_host
+        if self.streams and not same:
             wrong.append("stream_host: %s cannot exchange in streams with %s, as the process before it did: streams is False there, or it is on another host or a CPU" % (other["who"], self))
         if self.streams:
             self._channels.close()  # a step has failed
-        self._stream_hosts[rank] = other.get("stream_host")
+        self._no_streams[rank] = self.no_streams or str(other.get("no_streams") or "") or ("" if same else "attention %d and %s are on different hosts" % (rank, self))
         if wrong:
             self._reply(handler, "-" + "; ".join(wrong))
         else:
             self._unanswered.append(handler)
-        if self.streams is None and len(self._stream_hosts) == len(self.peers):
-            self.streams = all(p == self.stream_host for p in self._stream_hosts.values())
-        while self._unanswered and self.streams is not None:
-            self._reply(self._unanswered.pop(0), "-+"[self.streams])
+        if not self.path and (self.no_streams or len(self._no_streams) == len(self.peers)):
+            self._agreed(next(filter(None, self._no_streams.values()), ""))
+            self.streams = self.path == "streams"
+        while self._unanswered and self.path:
+            self._reply(self._unanswered.pop(0), "+" if self.streams else "=" + self.path.partition(": ")[2])
         if wrong and rank not in self._seen:
             raise Mismatch("; ".join(wrong))  # a replacement with a mismatch is refused, but does not stop this side
         if wrong:
@@ -894,11 +905,11 @@ class FFN(_Side):
 
 
 def _compared(reply):
-    """Returns whether streams exchange the micro-batches. Raises the error in an answer to a handshake."""
+    """Returns why the micro-batches are not exchanged in streams, or "". Raises the error in an answer to a handshake."""
     text = bytes(reply.tolist()).rstrip(b"\0").decode(errors="replace")
-    if text[1:]:
+    if text[:1] not in ("+", "="):
         raise Mismatch(text[1:])
-    return text == "+"
+    return text[1:]
 
 
 def _text(text):

@@ -617,6 +617,35 @@ def test_unlike(cluster):
     cluster(workers=2).run(unlike_attention, unlike_ffn, timeout=WAIT)
 
 
+# Both sides say how they exchange micro-batches, and why not in streams.
+
+WAYS = (("here", "here", "streams"), ("here", "there", "messages, not streams: attention 0 and ffn 0 are on different hosts"),
+        ("here", "", "messages, not streams: ffn 0: its tensors are on cpu"), ("", "here", "messages, not streams: attention 0: its tensors are on cpu"))
+
+
+def path_attention(n):
+    own, _, path = n.args
+    channels.stream_host = lambda device: own
+    side = side_of(n, streams=True, timeout_ms=1000 * WAIT)
+    assert side.path == ""
+    side.check()
+    assert side.path == path and side.streams == (path == "streams"), side.path
+    side.send_control(b"over")
+
+
+def path_ffn(n):
+    _, own, path = n.args
+    channels.stream_host = lambda device: own
+    side = side_of(n, streams=True)
+    side.recv_control(timeout_ms=1000 * WAIT)
+    assert side.path == path and side.streams == (path == "streams"), side.path
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["streams", "hosts", "server", "worker"])
+def test_path(cluster, way):
+    cluster().run(path_attention, path_ffn, args=way, timeout=WAIT)
+
+
 # With streams, a rank with another configuration gets its error before the other ranks have created their sides.
 
 def unlike_alone_attention(n):
