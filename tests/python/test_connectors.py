@@ -240,7 +240,7 @@ def test_no_replacement(monkeypatch, replace_ms):
     monkeypatch.setattr(pair.f, "wait", lambda *args, **kw: None)
     side = Attention(0, 1, 1, width=WIDTH, dtype=torch.float32, max_rows=MOST, layers=LAYERS, replace_ms=replace_ms)
     side._greeted = True
-    monkeypatch.setattr(pair, "_compared", lambda reply: None)
+    monkeypatch.setattr(pair, "_compared", lambda reply: "ffn 0: streams=False")
     round_ = pair._Round(None, 1, [MOST], [Exchange()])
     with pytest.raises(ConnectionError, match="stage 2, layer 1, ffn 0: it is lost"):
         side._finish(2, round_, 0, 1)
