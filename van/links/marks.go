@@ -55,18 +55,19 @@ func ReadMark(kind string, m *van.Message) (x Mark, ok bool) {
 // Marks are the marks that the receiver's end of a link waits for. The zero value waits for none.
 type Marks struct {
 	of      Mark
+	limit   *time.Timer
 	missing atomic.Uint32
 }
 
 // Await makes the link that mark names wait for its marks. If one is missing after MarkTime, it calls expired.
 func (w *Marks) Await(mark Mark, expired func()) {
 	w.of = mark
-	w.missing.Store(1 | 2)
-	time.AfterFunc(MarkTime, func() {
+	w.limit = time.AfterFunc(MarkTime, func() {
 		if w.Missing() {
 			expired()
 		}
 	})
+	w.missing.Store(1 | 2)
 }
 
 // Missing reports whether a mark has not arrived.
@@ -81,5 +82,9 @@ func (w *Marks) Arrived(mark Mark, m *van.Message) bool {
 	if m.Request {
 		bit = 2
 	}
-	return w.missing.And(^bit) == bit
+	last := w.missing.And(^bit) == bit
+	if last {
+		w.limit.Stop() // it refers to the van
+	}
+	return last
 }

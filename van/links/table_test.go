@@ -149,3 +149,18 @@ func TestStates(t *testing.T) {
 	p.drop(10)
 	<-other.Settled()
 }
+
+// TestTimeOfMarks: the timer of a link's marks, which refers to the van, ends with the last mark.
+func TestTimeOfMarks(t *testing.T) {
+	var w Marks
+	mark := Mark{Kind: "test"}
+	w.Await(mark, func() { t.Error("marks that have arrived are late") })
+	for _, c := range []struct{ request, last bool }{{true, false}, {true, false}, {false, true}, {false, false}} {
+		if got := w.Arrived(mark, mark.message(9, c.request)); got != c.last {
+			t.Errorf("request %t: the last mark: %t, want %t", c.request, got, c.last)
+		}
+	}
+	if w.limit.Stop() {
+		t.Error("the timer runs")
+	}
+}
