@@ -87,7 +87,7 @@ func (l *callWindow) take(k call) *op {
 		o.reduction.run = o.reduce
 		l.made(o)
 		for r := range o.sends.to {
-			o.sends.to[r].o, o.sends.to[r].rank = o, r
+			o.sends.to[r].o = o
 		}
 	}
 	select {

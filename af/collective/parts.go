@@ -127,7 +127,6 @@ type sendPlan struct {
 // sendPart is a part for one rank.
 type sendPart struct {
 	o     *op
-	rank  int
 	state sendState // guarded by base.mu
 	msg   van.Message
 	key   [8]byte

@@ -180,7 +180,7 @@ func (m *misuse) report(err error) {
 func (h *host) info(cfg *Config) verbs.DeviceInfo {
 	linkLocal := netip.AddrFrom16([16]byte{0: 0xfe, 1: 0x80, 14: byte(h.index >> 8), 15: byte(h.index)})
 	info := verbs.DeviceInfo{Name: h.name, Firmware: "fake", MaxQP: 65536, MaxCQE: cfg.MaxCQE, MaxMR: cfg.MaxMR,
-		MaxWR: cfg.MaxWR, MaxSize: 1 << 40,
+		MaxWR: cfg.MaxWR,
 		Ports: []verbs.PortInfo{{Num: 1, Active: true, State: "ACTIVE", LinkLayer: "Ethernet", MTU: 4096, Rate: 100,
 			MaxMsg: cfg.MaxMsg, GIDs: []verbs.GID{
 				{Index: 0, Addr: linkLocal, Type: "RoCE v2", Iface: h.name},

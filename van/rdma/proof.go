@@ -36,7 +36,6 @@ const (
 	provedRequestLen = nativeContextLen + auth.ProofLen
 	nonceLen         = 16
 	offAnswerProof   = nativeContextLen + nonceLen
-	provedAnswerLen  = offAnswerProof + auth.ProofLen
 	offRejectProof   = verbs.MaxRejectData - auth.ProofLen
 )
 

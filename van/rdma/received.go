@@ -14,7 +14,6 @@ import (
 // received is a received message.
 type received struct {
 	msg    van.Message
-	d      *device
 	in     *inbound
 	slot   *receiveSlot // holds the frames; nil: the frames are elsewhere
 	splits uint64       // notifications of parts that must precede the message
@@ -56,7 +55,6 @@ func (rx *received) oneKey() {
 
 // pool reuses messages.
 type pool struct {
-	d    *device
 	mu   sync.Mutex
 	free []*received
 }
@@ -71,7 +69,7 @@ func (p *pool) get() *received {
 		p.free = p.free[:n-1]
 		return rx
 	}
-	rx := &received{d: p.d}
+	rx := &received{}
 	rx.msg.Reset()
 	rx.msg.Adopt(p, unsafe.Pointer(rx))
 	return rx

@@ -32,7 +32,6 @@ const (
 
 func newDevice(v *rvan, dev verbs.Device) *device {
 	d := &device{v: v, dev: dev, regions: conn.NewRegions(dev, v.backend), areaSet: areaSet{areas: map[*area]bool{}}, stopped: make(chan struct{})}
-	d.pool.d = d
 	d.now = clock.Now()
 	d.housekeptAt, d.evictedAt = d.now, d.now
 	d.spinner = v.delivery.engine.Spinner()

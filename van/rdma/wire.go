@@ -262,7 +262,6 @@ const rawMeta = 288
 // Offsets in an encoded meta that this transport sets itself.
 const (
 	metaKey     = 80
-	metaAddr    = 88
 	metaOption  = 100
 	metaCounter = 264
 	metaSlaves  = 280

@@ -175,7 +175,7 @@ func (n *common) finishPlaces(p *inbound) (err error) {
 // release takes back a received message.
 func (n *common) release(p *inbound) {
 	_ = n.finishPlaces(p)
-	p.from, p.conn, p.kept = nil, nil, 0
+	p.conn, p.kept = nil, 0
 	p.msg.Reset()
 	if cap(p.spots) > keepValues {
 		p.spots = nil

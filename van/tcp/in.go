@@ -29,7 +29,6 @@ type sender struct {
 // inbound is a received message with its memory.
 type inbound struct {
 	msg   van.Message
-	from  *sender
 	conn  *inConn
 	front []byte           // meta, keys, lengths, and short values
 	mems  [][]byte         // long values without a place of their own
@@ -244,7 +243,7 @@ func (c *inConn) parse() (*inbound, error) {
 		return nil, nil
 	}
 	p := c.n.get()
-	p.from, p.conn = c.from, c
+	p.conn = c
 	if n := need - headLen; n > keepFront {
 		p.front = c.n.memory(n, n)
 	} else {

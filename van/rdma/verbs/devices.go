@@ -65,7 +65,6 @@ func (s *stack) describe(q *query) DeviceInfo {
 	d := DeviceInfo{
 		Name: C.GoString(&q.info.name[0]), Firmware: C.GoString(&q.info.firmware[0]),
 		MaxQP: int(q.info.max_qp), MaxCQE: int(q.info.max_cqe), MaxMR: int(q.info.max_mr), MaxWR: int(q.info.max_wr),
-		MaxSize: uint64(q.info.max_size),
 	}
 	d.Path = s.path(d.Name)
 	for i, p := range q.ports[:q.info.ports] {

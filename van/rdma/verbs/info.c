@@ -65,7 +65,6 @@ int sv_query(sv_lib *l, struct ibv_context *ctx, sv_devinfo *info, sv_portinfo *
   info->max_cqe = a.max_cqe;
   info->max_mr = a.max_mr;
   info->max_wr = a.max_qp_wr;
-  info->max_size = a.max_mr_size;
   for (int i = 0; i < info->ports; i++) {
     // The function fills the first version of the structure, which has all that is needed here.
     struct ibv_port_attr p;

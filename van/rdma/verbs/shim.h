@@ -81,7 +81,6 @@ int sv_has_dmabuf(const sv_lib *l);
 typedef struct {
   char name[64], firmware[64];
   int32_t ports, max_qp, max_cqe, max_mr, max_wr;
-  uint64_t max_size;
 } sv_devinfo;
 
 typedef struct {

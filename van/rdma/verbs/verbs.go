@@ -43,8 +43,7 @@ type DeviceInfo struct {
 	MaxQP    int // limits of the device
 	MaxCQE   int
 	MaxMR    int
-	MaxWR    int // work requests in one queue
-	MaxSize  uint64
+	MaxWR    int    // work requests in one queue
 	Path     string // of the device in sysfs, with links resolved; "" if there is none
 }
 
