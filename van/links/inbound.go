@@ -40,23 +40,23 @@ type Inbound struct {
 func (x *Inbound) Base() *Inbound { return x }
 
 // inbounds are the links from peers.
-type inbounds[P Node[L], L Link, I In] struct {
-	peers[P, L, I]
+type inbounds[D any, L Link, I In] struct {
+	peers[D, L, I]
 	ins      atomic.Pointer[[]I]
 	crowded  logx.Sparse
 	replaced []Process // whose place others have taken
 }
 
 // Ins returns the links from peers, in the order of their arrival.
-func (t *inbounds[P, L, I]) Ins() []I { return *t.ins.Load() }
+func (t *inbounds[D, L, I]) Ins() []I { return *t.ins.Load() }
 
 // IsOfLocked reports whether in comes from n's process.
-func (t *inbounds[P, L, I]) IsOfLocked(in I, n P) bool {
-	return n != *new(P) && n.Base().process == in.Base().Process
+func (t *inbounds[D, L, I]) IsOfLocked(in I, n *Node[D, L]) bool {
+	return n != nil && n.process == in.Base().Process
 }
 
 // EnterLocked adds in. Reading begins at once, or when this node has admitted its process.
-func (t *inbounds[P, L, I]) EnterLocked(in I) error {
+func (t *inbounds[D, L, I]) EnterLocked(in I) error {
 	x := in.Base()
 	switch {
 	case t.closed:
@@ -68,11 +68,11 @@ func (t *inbounds[P, L, I]) EnterLocked(in I) error {
 	ins := append(slices.Clone(t.Ins()), in)
 	t.ins.Store(&ins)
 	switch n := t.Of(x.From); {
-	case n == *new(P) && t.O.TakesUnknown:
+	case n == nil && t.O.TakesUnknown:
 		t.holdLocked(in, t.O.HoldTime)
 	case !t.IsOfLocked(in, n):
 		t.holdLocked(in, t.O.UnknownTime)
-	case !n.Base().Admitted:
+	case !n.Admitted:
 		t.holdLocked(in, t.O.HoldTime)
 	default:
 		t.O.StartLocked(in)
@@ -81,13 +81,13 @@ func (t *inbounds[P, L, I]) EnterLocked(in I) error {
 }
 
 // RemoveLocked removes in, which is not read any more.
-func (t *inbounds[P, L, I]) RemoveLocked(in I) {
+func (t *inbounds[D, L, I]) RemoveLocked(in I) {
 	ins := slices.DeleteFunc(slices.Clone(t.Ins()), func(x I) bool { return x == in })
 	t.ins.Store(&ins)
 }
 
 // TakeIns removes all links from peers, and returns them: nothing reads or ends them any more.
-func (t *inbounds[P, L, I]) TakeIns() []I {
+func (t *inbounds[D, L, I]) TakeIns() []I {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
 	ins := t.Ins()
@@ -96,14 +96,14 @@ func (t *inbounds[P, L, I]) TakeIns() []I {
 }
 
 // EndLocked ends in. If fence is set, no message that has arrived over in is delivered any more.
-func (t *inbounds[P, L, I]) EndLocked(in I, fence bool) {
+func (t *inbounds[D, L, I]) EndLocked(in I, fence bool) {
 	if t.O.EndLocked(in, fence) {
 		t.RemoveLocked(in)
 	}
 }
 
 // holdLocked reads nothing from in until its process is admitted, for limit at most.
-func (t *inbounds[P, L, I]) holdLocked(in I, limit time.Duration) {
+func (t *inbounds[D, L, I]) holdLocked(in I, limit time.Duration) {
 	held := slices.DeleteFunc(slices.Clone(t.Ins()), func(x I) bool { return !x.Base().Held.Load() })
 	if len(held) > MaxHeld {
 		if n, show := t.crowded.Next(); show {
@@ -115,7 +115,7 @@ func (t *inbounds[P, L, I]) holdLocked(in I, limit time.Duration) {
 }
 
 // EndHold ends the wait of in. If this node knows its process, admitted or not, reading begins; otherwise in ends.
-func (t *inbounds[P, L, I]) EndHold(in I) {
+func (t *inbounds[D, L, I]) EndHold(in I) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
 	x := in.Base()
@@ -123,7 +123,7 @@ func (t *inbounds[P, L, I]) EndHold(in I) {
 		return
 	}
 	n := t.Of(x.From)
-	if t.IsOfLocked(in, n) || n == *new(P) && t.O.TakesUnknown || failpoint.On("fencing") {
+	if t.IsOfLocked(in, n) || n == nil && t.O.TakesUnknown || failpoint.On("fencing") {
 		t.O.StartLocked(in)
 		return
 	}
@@ -132,28 +132,28 @@ func (t *inbounds[P, L, I]) EndHold(in I) {
 }
 
 // Admit begins to read the links of peer id.
-func (t *inbounds[P, L, I]) Admit(id int) {
+func (t *inbounds[D, L, I]) Admit(id int) {
 	if a, ok := van.As[van.Admitter](t.O.Inner); ok {
 		a.Admit(id)
 	}
-	if n := t.Of(id); n != *new(P) {
+	if n := t.Of(id); n != nil {
 		t.admit(n)
 	}
 }
 
-func (t *inbounds[P, L, I]) admit(n P) {
+func (t *inbounds[D, L, I]) admit(n *Node[D, L]) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
-	if id := n.Base().ID(); t.Of(id) == n {
-		n.Base().Admitted = true
+	if id := n.ID(); t.Of(id) == n {
+		n.Admitted = true
 		t.admitLocked(id)
 	}
 }
 
 // admitLocked begins to read the links of peer id, if it is admitted.
-func (t *inbounds[P, L, I]) admitLocked(id int) {
+func (t *inbounds[D, L, I]) admitLocked(id int) {
 	n := t.Of(id)
-	if n == *new(P) || !n.Base().Admitted {
+	if n == nil || !n.Admitted {
 		return
 	}
 	for _, in := range slices.Backward(t.Ins()) { // StartLocked may end earlier ones, which then must not be read
@@ -164,7 +164,7 @@ func (t *inbounds[P, L, I]) admitLocked(id int) {
 }
 
 // AdmitNextLocked begins to read the links of in's process, if it is admitted.
-func (t *inbounds[P, L, I]) AdmitNextLocked(in I) {
+func (t *inbounds[D, L, I]) AdmitNextLocked(in I) {
 	if id := in.Base().From; t.IsOfLocked(in, t.Of(id)) {
 		t.admitLocked(id)
 	}
@@ -172,7 +172,7 @@ func (t *inbounds[P, L, I]) AdmitNextLocked(in I) {
 
 // fenceLocked ends the links of was, the process that another one has replaced as peer id, and those of earlier processes that are
 // still read. was may be zero.
-func (t *inbounds[P, L, I]) fenceLocked(id int, was, now Process) {
+func (t *inbounds[D, L, I]) fenceLocked(id int, was, now Process) {
 	if failpoint.On("fencing") {
 		return
 	}
@@ -191,7 +191,7 @@ func (t *inbounds[P, L, I]) fenceLocked(id int, was, now Process) {
 }
 
 // Marked consumes m, a message of the van inside, if it is a mark, and reports whether it is one.
-func (t *inbounds[P, L, I]) Marked(m *van.Message) bool {
+func (t *inbounds[D, L, I]) Marked(m *van.Message) bool {
 	mark, ok := ReadMark(t.O.Kind, m)
 	if !ok {
 		return false
@@ -211,7 +211,7 @@ func (t *inbounds[P, L, I]) Marked(m *van.Message) bool {
 }
 
 // EndMarks ends in if it waits for marks: they are lost.
-func (t *inbounds[P, L, I]) EndMarks(in I, level slog.Level) {
+func (t *inbounds[D, L, I]) EndMarks(in I, level slog.Level) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
 	if t.closed || !in.Base().Marks.Missing() || !slices.Contains(t.Ins(), in) {
@@ -223,7 +223,7 @@ func (t *inbounds[P, L, I]) EndMarks(in I, level slog.Level) {
 }
 
 // Watch sets the node's watcher. It is also called for events of the van inside.
-func (t *inbounds[P, L, I]) Watch(f func(id int, up bool, cause error)) {
+func (t *inbounds[D, L, I]) Watch(f func(id int, up bool, cause error)) {
 	t.Losses.Watch(f)
 	if w, ok := van.As[van.PeerWatcher](t.O.Inner); ok {
 		w.WatchPeers(func(id int, up bool, cause error) { t.Inside(f, id, up, cause) })
@@ -232,25 +232,25 @@ func (t *inbounds[P, L, I]) Watch(f func(id int, up bool, cause error)) {
 
 // Inside passes an event of the van inside to f. If KeepsLoss is set, it drops a return while the peer's link is broken, since a message
 // would fail then.
-func (t *inbounds[P, L, I]) Inside(f func(id int, up bool, cause error), id int, up bool, cause error) {
+func (t *inbounds[D, L, I]) Inside(f func(id int, up bool, cause error), id int, up bool, cause error) {
 	if !up {
 		t.lostInside(id, cause)
 	}
-	if n := t.Of(id); up && t.O.KeepsLoss && n != *new(P) && t.Losses.Down(n.Base()) {
+	if n := t.Of(id); up && t.O.KeepsLoss && n != nil && t.Losses.Down(&n.Peer) {
 		return
 	}
 	f(id, up, cause)
 }
 
 // lostInside ends the links to and from peer id that may wait for marks: the van inside has lost the peer, and perhaps the marks.
-func (t *inbounds[P, L, I]) lostInside(id int, cause error) {
+func (t *inbounds[D, L, I]) lostInside(id int, cause error) {
 	if errors.Is(cause, syscall.ECONNREFUSED) {
 		return // an attempt to connect failed: messages that wait for the connection are not lost
 	}
 	n := t.Of(id)
-	if n != *new(P) {
+	if n != nil {
 		t.Mu.Lock()
-		n.Base().insideLosses++
+		n.insideLosses++
 		t.Mu.Unlock()
 	}
 	for _, in := range t.Ins() {
@@ -258,7 +258,7 @@ func (t *inbounds[P, L, I]) lostInside(id int, cause error) {
 			t.EndMarks(in, slog.LevelInfo)
 		}
 	}
-	if n != *new(P) && n.Link() != *new(L) {
+	if n != nil && n.Link() != *new(L) {
 		t.O.InsideLost(n.Link(), cause)
 	}
 }

@@ -1,6 +1,7 @@
 package links
 
 import (
+	"sync"
 	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -22,7 +23,23 @@ const (
 	Refused                 // the peer takes no data of this process: Sends fail
 )
 
-// Peer is a process that data may be sent to. A transport embeds it.
+// Node is a peer, and the link to it.
+type Node[D any, L Link] struct {
+	Peer
+	Data  D // the transport's part, for making a link
+	link  atomic.Pointer[L]
+	sends sync.RWMutex // held for reading by a Send over the van inside in the state Fallback, and for writing while the data moves to a link
+}
+
+// Link returns the link to n, zero if there is none.
+func (n *Node[D, L]) Link() (l L) {
+	if x := n.link.Load(); x != nil {
+		l = *x
+	}
+	return l
+}
+
+// Peer is a process that data may be sent to.
 type Peer struct {
 	id          atomic.Int32
 	incarnation uint32
@@ -50,9 +67,6 @@ func (n *Peer) Unlink(why error) {
 	n.state.Store(int32(Unlinked))
 	close(n.settled)
 }
-
-// Base returns the part of a transport's peer that this package knows.
-func (n *Peer) Base() *Peer { return n }
 
 // ID is the peer's node id.
 func (n *Peer) ID() int { return int(n.id.Load()) }

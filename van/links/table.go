@@ -11,16 +11,6 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Node is a transport's peer: a pointer to a struct that embeds Peer.
-type Node[L any] interface {
-	comparable
-	Base() *Peer
-	Link() L   // zero: there is none
-	SetLink(L) // Table.Mu is held
-	// Sends is held for reading by a Send over the van inside in the state Fallback, and for writing while the data moves to a link.
-	Sends() *sync.RWMutex
-}
-
 // Link is the sender's end of a link.
 type Link interface {
 	comparable
@@ -35,7 +25,7 @@ type In interface {
 }
 
 // Options are what differs between transports. Functions whose name ends in Locked are called with Table.Mu held.
-type Options[P Node[L], L Link, I In] struct {
+type Options[D any, L Link, I In] struct {
 	Log         *slog.Logger
 	Inner       van.Van
 	Retry       Retry
@@ -50,14 +40,13 @@ type Options[P Node[L], L Link, I In] struct {
 	TakesUnknown bool // links of processes whose id no peer has are read after HoldTime
 	KeepsLoss    bool // the return of a peer whose link is broken is not reported before the next link
 
-	Dial       func(n P, again, afterMarks bool) (L, Mark, error)
-	SetID      func(l L, id int)          // of the peer
-	OpenLocked func(l L, id int) error    // before l is installed; may be nil
-	Failed     func(n P, err error) State // the first link cannot be made: logs that, and returns the next state
-	Keep       func(n P)                  // waits until n's link has ended, and makes the next one or sets another state
-	Gone       func(id int)               // a peer is lost
-	Device     func(L) bool               // values on a device go over a link; may be nil
-	InsideLost func(L, error)             // ends a link that the receiver may not have begun to read because marks have not arrived
+	Dial       func(n *Node[D, L], again, afterMarks bool) (L, Mark, error)
+	OpenLocked func(l L, id int) error              // before l is installed; may be nil
+	Failed     func(n *Node[D, L], err error) State // the first link cannot be made: logs that, and returns the next state
+	Keep       func(n *Node[D, L])                  // waits until n's link has ended, and makes the next one or sets another state
+	Gone       func(id int)                         // a peer is lost
+	Device     func(L) bool                         // values on a device go over a link; may be nil
+	InsideLost func(L, error)                       // ends a link that the receiver may not have begun to read because marks have not arrived
 
 	StartLocked   func(I) // begins to read a link, or leaves it held
 	ArrivedLocked func(I) // all marks of a link have arrived; may be nil
@@ -67,33 +56,33 @@ type Options[P Node[L], L Link, I In] struct {
 }
 
 // peers are the peers of a node.
-type peers[P Node[L], L Link, I In] struct {
-	O      Options[P, L, I]
+type peers[D any, L Link, I In] struct {
+	O      Options[D, L, I]
 	Losses Losses
 	Ctx    context.Context // ends when the table is closed
 	WG     sync.WaitGroup  // the table's goroutines
 
-	all  atomic.Pointer[map[int]P] // by node id
-	outs atomic.Pointer[[]L]       // the links to these peers
+	all  atomic.Pointer[map[int]*Node[D, L]] // by node id
+	outs atomic.Pointer[[]L]                 // the links to these peers
 
 	Mu     sync.Mutex // guards changes of the fields above, and all fields below, also those of inbounds and Table
 	closed bool
 }
 
-// Of returns peer id, the zero P if this node does not know it.
-func (t *peers[P, L, I]) Of(id int) P { return (*t.all.Load())[id] }
+// Of returns peer id, nil if this node does not know it.
+func (t *peers[D, L, I]) Of(id int) *Node[D, L] { return (*t.all.Load())[id] }
 
 // All returns the peers by id.
-func (t *peers[P, L, I]) All() map[int]P { return *t.all.Load() }
+func (t *peers[D, L, I]) All() map[int]*Node[D, L] { return *t.all.Load() }
 
 // Outs returns the links to the peers.
-func (t *peers[P, L, I]) Outs() []L { return *t.outs.Load() }
+func (t *peers[D, L, I]) Outs() []L { return *t.outs.Load() }
 
 // ClosedLocked reports whether BeginClose was called.
-func (t *peers[P, L, I]) ClosedLocked() bool { return t.closed }
+func (t *peers[D, L, I]) ClosedLocked() bool { return t.closed }
 
 // Go runs f on a goroutine of the table. If the table is closed, it returns false instead.
-func (t *peers[P, L, I]) Go(f func()) bool {
+func (t *peers[D, L, I]) Go(f func()) bool {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
 	if !t.closed {
@@ -103,46 +92,45 @@ func (t *peers[P, L, I]) Go(f func()) bool {
 }
 
 // Current reports whether n still is the peer that has its id.
-func (t *peers[P, L, I]) Current(n P) bool {
+func (t *peers[D, L, I]) Current(n *Node[D, L]) bool {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
 	return t.currentLocked(n)
 }
 
-func (t *peers[P, L, I]) currentLocked(n P) bool { return !t.closed && t.Of(n.Base().ID()) == n }
+func (t *peers[D, L, I]) currentLocked(n *Node[D, L]) bool { return !t.closed && t.Of(n.ID()) == n }
 
 // Status returns n's state, and why it has no link.
-func (t *peers[P, L, I]) Status(n P) (State, error) {
+func (t *peers[D, L, I]) Status(n *Node[D, L]) (State, error) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
-	return n.Base().State(), n.Base().why
+	return n.State(), n.why
 }
 
 // errLeft is why a peer that has left the table has no link.
 var errLeft = errors.New("another process has its node id")
 
 // Set sets n's state. If n has no link because of why, that is kept.
-func (t *peers[P, L, I]) Set(n P, s State, why error) {
+func (t *peers[D, L, I]) Set(n *Node[D, L], s State, why error) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
 	t.setLocked(n, s, why)
 }
 
-func (t *peers[P, L, I]) setLocked(n P, s State, why error) {
-	b := n.Base()
+func (t *peers[D, L, I]) setLocked(n *Node[D, L], s State, why error) {
 	if why != nil {
-		b.why = why
+		n.why = why
 	}
-	if was := State(b.state.Swap(int32(s))); was <= Connecting && s > Connecting {
-		defer close(b.settled)
+	if was := State(n.state.Swap(int32(s))); was <= Connecting && s > Connecting {
+		defer close(n.settled)
 	}
 	if s > Broken { // after the state: a Send that finds no link depends on it
-		n.SetLink(*new(L))
+		n.link.Store(nil)
 	}
 	t.listLocked()
 }
 
-func (t *peers[P, L, I]) listLocked() {
+func (t *peers[D, L, I]) listLocked() {
 	outs := []L{}
 	for _, n := range t.All() {
 		if l := n.Link(); l != *new(L) {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"sync"
 	"syscall"
 	"testing"
 
@@ -13,17 +12,9 @@ import (
 )
 
 // testPeer, testLink and testIn are those of a transport that moves no bytes.
-type testPeer struct {
-	Peer
-	link  *testLink
-	sends sync.RWMutex
-}
+type testPeer = Node[struct{}, *testLink]
 
-func (n *testPeer) Link() *testLink      { return n.link }
-func (n *testPeer) SetLink(l *testLink)  { n.link = l }
-func (n *testPeer) Sends() *sync.RWMutex { return &n.sends }
-
-type testLink struct{ id, closed int }
+type testLink struct{ closed int }
 
 func (l *testLink) Close() int             { l.closed++; return 0 }
 func (l *testLink) Linger(context.Context) {}
@@ -33,10 +24,9 @@ type testIn struct {
 	fenced bool
 }
 
-func newTable(t *testing.T) *Table[*testPeer, *testLink, *testIn] {
-	p := &Table[*testPeer, *testLink, *testIn]{}
-	p.Open(Options[*testPeer, *testLink, *testIn]{Log: slog.New(slog.DiscardHandler),
-		SetID:       func(l *testLink, id int) { l.id = id },
+func newTable(t *testing.T) *Table[struct{}, *testLink, *testIn] {
+	p := &Table[struct{}, *testLink, *testIn]{}
+	p.Open(Options[struct{}, *testLink, *testIn]{Log: slog.New(slog.DiscardHandler),
 		StartLocked: func(in *testIn) { in.Held.Store(false) },
 		EndLocked:   func(in *testIn, fence bool) bool { in.fenced = fence; return true }})
 	t.Cleanup(func() {
@@ -47,14 +37,14 @@ func newTable(t *testing.T) *Table[*testPeer, *testLink, *testIn] {
 	return p
 }
 
-func connect(p *Table[*testPeer, *testLink, *testIn], id int, process Process) *testPeer {
+func connect(p *Table[struct{}, *testLink, *testIn], id int, process Process) *testPeer {
 	n := &testPeer{}
 	n.Init(id, process, 1)
 	p.Connect(n)
 	return n
 }
 
-func enter(p *Table[*testPeer, *testLink, *testIn], id int, process Process) (*testIn, error) {
+func enter(p *Table[struct{}, *testLink, *testIn], id int, process Process) (*testIn, error) {
 	in := &testIn{Inbound: Inbound{From: id, Process: process}}
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
@@ -137,13 +127,13 @@ func TestStates(t *testing.T) {
 	if s := n.State(); s != Unused {
 		t.Errorf("state %d before Await, want Unused", s)
 	}
-	if x := p.Await(9); x != n || x.State() != Linked || len(p.Outs()) != 1 || p.Outs()[0].id != 9 {
-		t.Errorf("state %d after Await, %d links; want Linked, with one link to node 9", x.State(), len(p.Outs()))
+	if x := p.Await(9); x != n || x.State() != Linked || len(p.Outs()) != 1 {
+		t.Errorf("state %d after Await, %d links; want Linked, with one link", x.State(), len(p.Outs()))
 	}
 	close(breaks)
 	p.WG.Wait()
-	if s, why := p.Status(n); s != Refused || !errors.Is(why, refused) || n.link != nil || len(p.Outs()) != 0 || !p.Losses.Down(n.Base()) {
-		t.Errorf("state %d because of %v, link %v; want Refused, no link, and a loss", s, why, n.link)
+	if s, why := p.Status(n); s != Refused || !errors.Is(why, refused) || n.Link() != nil || len(p.Outs()) != 0 || !p.Losses.Down(&n.Peer) {
+		t.Errorf("state %d because of %v, link %v; want Refused, no link, and a loss", s, why, n.Link())
 	}
 	other := connect(p, 10, Process{3})
 	p.drop(10)

@@ -35,7 +35,7 @@ type dialer struct {
 // link makes a link to n. behind means that earlier data to n was sent over the van inside.
 func (d *dialer) link(n *outPeer, _, behind bool) (*outLink, links.Mark, error) {
 	d.readersOnce.Do(d.letRead)
-	l, err := d.dial(d.peers.Ctx, n.ID(), &n.token, behind)
+	l, err := d.dial(d.peers.Ctx, n, behind)
 	if err != nil {
 		return nil, links.Mark{}, err
 	}
@@ -62,26 +62,26 @@ func (d *dialer) letRead() {
 	}
 }
 
-// dial makes the link to the node that t names. behind means that earlier data to that node was sent over the van inside.
-func (d *dialer) dial(ctx context.Context, id int, t *token, behind bool) (*outLink, error) {
+// dial makes the link to n. behind means that earlier data to n was sent over the van inside.
+func (d *dialer) dial(ctx context.Context, n *outPeer, behind bool) (*outLink, error) {
 	ctx, cancel := context.WithTimeout(ctx, d.self.linkTime)
 	defer cancel()
 	guard := &d.self.guard
-	l, err := d.handshake(ctx, id, t, behind, guard.Keys != nil)
+	l, err := d.handshake(ctx, n, behind, guard.Keys != nil)
 	if guard.Keys == nil || !errors.Is(err, auth.ErrNoSecret) {
 		return l, err
 	}
-	if err := guard.Unauthenticated(err, "peer", van.NodeName(id)); err != nil {
+	if err := guard.Unauthenticated(err, "peer", n.Name()); err != nil {
 		return nil, err
 	}
-	return d.handshake(ctx, id, t, behind, false)
+	return d.handshake(ctx, n, behind, false)
 }
 
 // handshake makes one attempt of dial. If proves is true, both ends must prove that they
 // know the secret.
-func (d *dialer) handshake(ctx context.Context, id int, t *token, behind, proves bool) (l *outLink, err error) {
+func (d *dialer) handshake(ctx context.Context, n *outPeer, behind, proves bool) (l *outLink, err error) {
 	var nd net.Dialer
-	c, err := nd.DialContext(ctx, "unixpacket", t.address())
+	c, err := nd.DialContext(ctx, "unixpacket", n.Data.address())
 	if err != nil {
 		if errors.Is(err, unix.ECONNREFUSED) {
 			err = fmt.Errorf("%w: %w", errDead, err)
@@ -106,7 +106,7 @@ func (d *dialer) handshake(ctx context.Context, id int, t *token, behind, proves
 	}
 	var proofs *proofs
 	if proves {
-		if proofs, err = d.self.greet(conn, id, t.name); err != nil {
+		if proofs, err = d.self.greet(conn, n.ID(), n.Data.name); err != nil {
 			return nil, err
 		}
 	}
@@ -136,14 +136,14 @@ func (d *dialer) handshake(ctx context.Context, id int, t *token, behind, proves
 	if err := d.self.hello(conn, file.fd, nonce, proofs); err != nil {
 		return nil, err
 	}
-	if l, err = d.finish(conn, id, seg, file); err == nil {
-		l.number, l.peer = *nonce, t.name
+	if l, err = d.finish(conn, n, seg, file); err == nil {
+		l.number = *nonce
 	}
 	return l, err
 }
 
 // finish reads the peer's reply and makes the link.
-func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment, file *ringFile) (*outLink, error) {
+func (d *dialer) finish(conn *net.UnixConn, peer *outPeer, seg *segment, file *ringFile) (*outLink, error) {
 	text, fds, err := receive(conn, replyHead+2*maxWhy)
 	defer closeAll(fds)
 	if err != nil {
@@ -172,7 +172,7 @@ func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment, file *ringFile
 	if err != nil {
 		return nil, err
 	}
-	if text[5]&knowsPads == 0 && !file.grow(segmentLen, id) { // the peer expects the whole ring
+	if text[5]&knowsPads == 0 && !file.grow(segmentLen, peer.ID()) { // the peer expects the whole ring
 		bell.unmap()
 		return nil, fmt.Errorf("%w: the peer's version needs %d bytes", errNoBudget, segmentLen)
 	}
@@ -185,7 +185,7 @@ func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment, file *ringFile
 	if verdict != verdictRead {
 		how = "ring only: " + why
 	}
-	args := []any{"peer", van.NodeName(id), "large values", how}
+	args := []any{"peer", peer.Name(), "large values", how}
 	switch {
 	case device:
 		args = append(args, "values on the device", "from device to device")
@@ -193,7 +193,7 @@ func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment, file *ringFile
 		args = append(args, "values on the device", "through host memory: "+noDevice)
 	}
 	d.log.Info("data goes through shared memory", args...)
-	l := newOutLink(d.out, id, conn, seg, file, bell, verdict == verdictRead, device)
+	l := newOutLink(d.out, peer, conn, seg, file, bell, verdict == verdictRead, device)
 	l.exported.pulls = d.peers.O.Inner.Type() != "ibverbs"
 	l.exported.on = verdict == verdictRead && text[5]&mapsMemory != 0
 	if device {
@@ -205,11 +205,11 @@ func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment, file *ringFile
 
 // dialAgain is dial for a peer that may be ending. The socket of such a process accepts connections for
 // a moment longer but does not answer. An accepted connection is therefore no sign of life.
-func (d *dialer) dialAgain(id int, t *token) (l *outLink, err error) {
+func (d *dialer) dialAgain(n *outPeer) (l *outLink, err error) {
 	ctx, cancel := context.WithTimeout(d.peers.Ctx, d.self.linkTime)
 	defer cancel()
 	for pause := time.Millisecond; ; pause *= 2 {
-		l, err = d.dial(ctx, id, t, false)
+		l, err = d.dial(ctx, n, false)
 		if err == nil || !hungUp(err) {
 			return l, err
 		}
@@ -224,17 +224,17 @@ func (d *dialer) dialAgain(id int, t *token) (l *outLink, err error) {
 // keep waits until the link to n has ended. If this node did not end it, keep reports the peer as lost and makes a new link. If it
 // cannot, data to n goes over the van inside, or nowhere if another process has n's id.
 func (d *dialer) keep(n *outPeer) {
-	p, l := d.peers, n.link.Load()
+	p, l := d.peers, n.Link()
 	awaitEnd(l.conn)
 	l.close(false)
 	if !p.Current(n) {
 		return
 	}
 	p.Broke(n, l.why()) // until the outcome is known, Send finds the ended link and returns ErrPeerLost
-	again, err := d.dialAgain(n.ID(), &n.token)
-	if n.tries++; again != nil && n.tries <= maxTries {
+	again, err := d.dialAgain(n)
+	if n.Data.tries++; again != nil && n.Data.tries <= maxTries {
 		if p.Install(n, again) == nil {
-			p.Losses.Tell(n.Base(), true, nil)
+			p.Losses.Tell(&n.Peer, true, nil)
 		}
 		return
 	}
@@ -251,7 +251,7 @@ func (d *dialer) keep(n *outPeer) {
 	}
 	// If the peer has ended, the van inside reports its return.
 	gone, next := errors.Is(err, errDead), links.Unlinked
-	args := []any{"peer", n.Name(), "links lost", n.tries, "err", err}
+	args := []any{"peer", n.Name(), "links lost", n.Data.tries, "err", err}
 	switch {
 	case !gone && err != nil && !hopeless(err):
 		next = links.Fallback
@@ -261,7 +261,7 @@ func (d *dialer) keep(n *outPeer) {
 	}
 	p.Set(n, next, cmp.Or(err, errLinkBroke))
 	if !gone {
-		p.Losses.Tell(n.Base(), true, nil)
+		p.Losses.Tell(&n.Peer, true, nil)
 	}
 }
 

@@ -50,7 +50,7 @@ func (x *node) breakIn() {
 func (x *node) down(id int) bool {
 	x.peers.Mu.Lock()
 	defer x.peers.Mu.Unlock()
-	return x.peers.Losses.Down(x.peers.Of(id).Base())
+	return x.peers.Losses.Down(&x.peers.Of(id).Peer)
 }
 
 // TestDyingPeer: a process that dies still has its socket when its connections have
@@ -63,7 +63,7 @@ func TestDyingPeer(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			worker, server := pairWith(t, func(v *Van) { v.peers.returnTime = limit }) // no process dies here
 			worker.peers.Mu.Lock()
-			worker.peers.Of(8).tries = c.tries
+			worker.peers.Of(8).Data.tries = c.tries
 			worker.peers.Mu.Unlock()
 			socket := server.stopAccepting()
 			server.breakIn()
@@ -163,7 +163,7 @@ func TestReplacedPeer(t *testing.T) {
 				old.breakIn()
 				<-telling // the loss of old is being reported
 				if made {
-					worker.peers.Losses.Tell(was.Base(), true, nil)
+					worker.peers.Losses.Tell(&was.Peer, true, nil)
 				}
 				worker.connect(next)
 				if again {
@@ -198,7 +198,7 @@ func TestDeadPeerDoesNotReturn(t *testing.T) {
 	worker.peers.Mu.Lock()
 	n := worker.peers.Of(8)
 	worker.peers.Mu.Unlock()
-	worker.peers.Losses.Tell(n.Base(), false, errLinkBroke)
+	worker.peers.Losses.Tell(&n.Peer, false, errLinkBroke)
 	worker.event(8, false)
 	worker.peers.awaitReturn(n, &inLink{pid: child.Process.Pid, from: &inPeer{id: 8}})
 	select {

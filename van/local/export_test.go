@@ -22,7 +22,7 @@ func Endpoint(local []byte) []byte {
 // Linked reports whether data to node id goes through shared memory.
 func (v *Van) Linked(id int) bool {
 	n := v.peers.Await(id)
-	return n != nil && n.link.Load() != nil
+	return n != nil && n.Link() != nil
 }
 
 // TakesDevice reports whether values on the node's device go there as they are.

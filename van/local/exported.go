@@ -148,7 +148,7 @@ func (s *exportedAllocations) send(addr uint64, n int, file *hostmem.File) {
 
 // formOf returns the form of msg's value, which is long and on the host. r is its record.
 func (s *exportedAllocations) formOf(r *record, msg *van.Message, byReference bool) uint32 {
-	if x, ok := msg.Vals.Owner().(*importedAllocation); ok && s.l.canRead && !msg.Request && x.peer == s.l.peer {
+	if x, ok := msg.Vals.Owner().(*importedAllocation); ok && s.l.canRead && !msg.Request && x.peer == s.l.peer.Data.name {
 		r.receiverAddr, r.receiverInode = x.peerAddr(msg.Vals), x.inode
 		return partInReceiver
 	}

@@ -369,8 +369,9 @@ func TestDeviceLinkGone(t *testing.T) {
 	if err := worker.Send(value(wdev, 8, 1, pattern(1, 100))); !errors.Is(err, backend.ErrNotExportable) {
 		t.Errorf("no link: %v", err)
 	}
-	n.SetLink(l)
-	worker.peers.Set(n, links.Linked, nil)
+	if err := worker.peers.Install(n, l); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // waiting is a device with a stream that waits for a message. Until that stream's work has ended, calls that free

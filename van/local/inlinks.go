@@ -18,7 +18,7 @@ func (p *peers) addIn(l *inLink) error {
 	p.Mu.Unlock()
 	p.bell.wakeAll()
 	if err == nil && same {
-		p.Losses.Tell(n.Base(), true, nil)
+		p.Losses.Tell(&n.Peer, true, nil)
 	}
 	return err
 }
@@ -68,9 +68,9 @@ func (p *peers) removeIn(l *inLink) {
 	inOrder := l.seg.bye().Load() != 0 && !l.failed()
 	l.end()
 	if !inOrder && same {
-		p.Losses.Tell(n.Base(), false, cause)
+		p.Losses.Tell(&n.Peer, false, cause)
 		if again { // the peer returned before this link's ring was empty
-			p.Losses.Tell(n.Base(), true, nil)
+			p.Losses.Tell(&n.Peer, true, nil)
 		} else {
 			p.awaitReturn(n, l)
 		}
@@ -95,7 +95,7 @@ func (p *peers) awaitReturn(n *outPeer, l *inLink) {
 			return
 		}
 		if !exited(uintptr(fd)) {
-			p.Losses.Tell(n.Base(), true, nil)
+			p.Losses.Tell(&n.Peer, true, nil)
 		}
 	}) {
 		_ = unix.Close(fd)

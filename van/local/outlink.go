@@ -31,7 +31,7 @@ type outCommon struct {
 // outLink carries messages to one peer.
 type outLink struct {
 	c    *outCommon
-	id   atomic.Int32 // of the peer
+	peer *outPeer
 	conn *net.UnixConn
 
 	// canRead says that the peer reads pinned parts from this process.
@@ -61,8 +61,7 @@ type outLink struct {
 	value   van.Message // a value of a batch, while putBatch writes its record
 	batches uint32      // number of batches so far
 
-	number [8]byte  // of the link, in its marks
-	peer   [16]byte // the name in the peer's token
+	number [8]byte // of the link, in its marks
 }
 
 // stream is a message whose large parts are being sent in chunks.
@@ -72,10 +71,9 @@ type stream struct {
 	batch     bool // it begins a batch of several records
 }
 
-func newOutLink(c *outCommon, id int, conn *net.UnixConn, seg *segment, file *ringFile, bell *bell, canRead, device bool) *outLink {
-	l := &outLink{c: c, conn: conn, canRead: canRead, device: device, outRing: outRing{seg: seg, file: file, bell: bell}, offers: offers{conn: conn}}
+func newOutLink(c *outCommon, peer *outPeer, conn *net.UnixConn, seg *segment, file *ringFile, bell *bell, canRead, device bool) *outLink {
+	l := &outLink{c: c, peer: peer, conn: conn, canRead: canRead, device: device, outRing: outRing{seg: seg, file: file, bell: bell}, offers: offers{conn: conn}}
 	l.exported.l = l
-	l.id.Store(int32(id))
 	l.seen.head = math.MaxUint64 // nothing yet
 	l.pins.init(seg, c)
 	return l
@@ -94,7 +92,7 @@ func (l *outLink) progress() progress { return progress{l.seg.head().Load(), l.s
 
 // room reports whether a record can be written now. The caller holds l.mu.
 func (l *outLink) room(size int, r *record) bool {
-	return !l.streaming() && (!r.pins() || len(l.pins.free) > 0) && l.fits(size, int(l.id.Load()))
+	return !l.streaming() && (!r.pins() || len(l.pins.free) > 0) && l.fits(size, l.peer.ID())
 }
 
 func (l *outLink) streaming() bool { return l.stream.busy }
@@ -149,7 +147,7 @@ func (l *outLink) pump() {
 			return
 		}
 		n := min(s.mems[s.part].Len()-s.off, maxChunk)
-		if streamed < maxStream && l.fits(chunkHead+align(n)+recordHead, int(l.id.Load())) {
+		if streamed < maxStream && l.fits(chunkHead+align(n)+recordHead, l.peer.ID()) {
 			l.advance(putChunk(l.seg.at(l.tail), s.mems[s.part].Host()[s.off:s.off+n]))
 			l.bell.ring() // the receiver may have stopped polling
 			s.off += n
@@ -201,7 +199,7 @@ const (
 // it. The caller holds l.mu.
 func (l *outLink) pinRest() {
 	s := &l.stream
-	if len(l.pins.free) == 0 || !l.fits(recordHead, int(l.id.Load())) {
+	if len(l.pins.free) == 0 || !l.fits(recordHead, l.peer.ID()) {
 		return
 	}
 	b := l.seg.at(l.tail)

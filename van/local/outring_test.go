@@ -302,7 +302,7 @@ func TestPeerWithoutPads(t *testing.T) {
 		if _, _, err := far.WriteMsgUnix(old.encode(), unix.UnixRights(worker.own.bell.fd), nil); err != nil {
 			t.Fatal(err)
 		}
-		l, err := worker.dialer.finish(near, 8, seg, file)
+		l, err := worker.dialer.finish(near, new(outPeer), seg, file)
 		if !enough {
 			if !errors.Is(err, errNoBudget) {
 				t.Errorf("error %v, want %v", err, errNoBudget)

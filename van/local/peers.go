@@ -2,8 +2,6 @@ package local
 
 import (
 	"errors"
-	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van/links"
@@ -15,18 +13,12 @@ const markKind = "link"
 var errLinkBroke = errors.New("its link through shared memory broke")
 
 // outPeer is a peer that this node sends data to. The name in its token, which its hello contains, identifies its process.
-type outPeer struct {
-	links.Peer
-	token  token
-	link   atomic.Pointer[outLink]
-	inside sync.RWMutex // Sends
-	tries  int          // attempts to replace a broken link
-}
+type outPeer = links.Node[outData, *outLink]
 
-// Link, SetLink and Sends implement links.Node.
-func (n *outPeer) Link() *outLink       { return n.link.Load() }
-func (n *outPeer) SetLink(l *outLink)   { n.link.Store(l) }
-func (n *outPeer) Sends() *sync.RWMutex { return &n.inside }
+type outData struct {
+	token
+	tries int // attempts to replace a broken link
+}
 
 // Close implements links.Link.
 func (l *outLink) Close() (lost int) { return l.close(true) }
@@ -42,7 +34,7 @@ func (p *peers) insideLost(l *outLink, _ error) {
 
 // peers are the nodes that this node knows, and the links to and from them.
 type peers struct {
-	links.Table[*outPeer, *outLink, *inLink]
+	links.Table[outData, *outLink, *inLink]
 	bell       *doorbell
 	returnTime time.Duration   // the constant, except in tests
 	senders    map[int]*inPeer // Mu guards it
@@ -51,7 +43,7 @@ type peers struct {
 // link returns the link to node id, or nil.
 func (p *peers) link(id int) *outLink {
 	if n := p.Of(id); n != nil {
-		return n.link.Load()
+		return n.Link()
 	}
 	return nil
 }

@@ -30,7 +30,7 @@ func TestReplyTexts(t *testing.T) {
 		if _, _, err := far.WriteMsgUnix(b, unix.UnixRights(worker.own.bell.fd), nil); err != nil {
 			t.Fatal(err)
 		}
-		l, err := dialer.finish(near, 8, seg, file)
+		l, err := dialer.finish(near, new(outPeer), seg, file)
 		if err != nil {
 			file.close()
 			seg.unmap()

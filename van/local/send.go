@@ -236,7 +236,7 @@ const (
 // refuse returns the error for a message that exceeds the budget. The caller holds l.mu.
 func (l *outLink) refuse() error {
 	if n := l.c.stats.unsent.Add(1); n&(n-1) == 0 {
-		l.c.log.Warn("a message was refused: its peer takes nothing", "peer", van.NodeName(int(l.id.Load())), "bytes unsent", l.unsent(),
+		l.c.log.Warn("a message was refused: its peer takes nothing", "peer", l.peer.Name(), "bytes unsent", l.unsent(),
 			"STEPAF_SEND_BUDGET", l.c.budget, "messages queued", len(l.queue.list), "at most", queueLen, "so far", n)
 	}
 	return fmt.Errorf("%w: %d bytes are unsent, %d messages queued, STEPAF_SEND_BUDGET is %d bytes, at most %d messages",

@@ -75,11 +75,11 @@ func New(in van.Van, o van.Options) *Van {
 	v.receiver = receiver{self: &v.own, in: &v.rx, peers: v.peers, log: v.log, maxSleep: maxSleep}
 	over := func() string { return van.PathTo(in, van.Empty, true).Over }
 	v.dialer.self, v.dialer.peers, v.dialer.out, v.dialer.log, v.dialer.over, v.dialer.readers = &v.own, p, &v.tx, v.log, over, admitReaders
-	p.Open(links.Options[*outPeer, *outLink, *inLink]{Log: v.log, Inner: in, Over: SharedMemory, Link: "a link through shared memory", Kind: markKind,
+	p.Open(links.Options[outData, *outLink, *inLink]{Log: v.log, Inner: in, Over: SharedMemory, Link: "a link through shared memory", Kind: markKind,
 		Together: true, TakesUnknown: true,
 		Retry: links.Retry{Path: "through shared memory", Inside: over, Hopeless: hopeless},
 		Dial:  v.dialer.link, Failed: v.dialer.failed, Keep: v.dialer.keep, Gone: v.dests.Forget, InsideLost: p.insideLost,
-		SetID: func(l *outLink, id int) { l.id.Store(int32(id)) }, Device: func(l *outLink) bool { return l.device },
+		Device:      func(l *outLink) bool { return l.device },
 		StartLocked: p.start, ArrivedLocked: p.arrived, EndLocked: p.fence})
 	v.acceptor = acceptor{self: &v.own, peers: v.peers, in: &v.rx, log: v.log, conns: map[*net.UnixConn]bool{}}
 	if o.Engine == nil {
@@ -194,7 +194,7 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	n := &outPeer{}
 	who, _ := peer.Extension()
 	t, offers := parseToken(who.Local)
-	n.token = t
+	n.Data.token = t
 	n.Init(id, t.name, who.Incarnation)
 	v.peers.Mu.Lock()
 	on, none := v.acceptor.listener != nil, v.none
@@ -234,7 +234,7 @@ func (v *Van) Send(msg *van.Message) error {
 	l := v.peers.link(msg.Receiver)
 	if l == nil {
 		n := v.peers.Await(msg.Receiver)
-		sent, err := v.sendInside(n, msg)
+		sent, err := v.peers.SendInside(n, msg)
 		switch {
 		case errors.Is(err, van.ErrInvalid) && onDevice(msg):
 			return fmt.Errorf("%w: %w", err, backend.ErrNotExportable) // a link has existed until now
@@ -280,19 +280,6 @@ func (v *Van) Send(msg *van.Message) error {
 	}
 	v.stats.sent(size)
 	return nil
-}
-
-// sendInside sends msg over the van inside if data to n goes there. n may be nil.
-func (v *Van) sendInside(n *outPeer, msg *van.Message) (sent bool, err error) {
-	if n == nil || n.State() == links.Unlinked {
-		return true, v.inner.Send(msg)
-	}
-	n.inside.RLock()
-	defer n.inside.RUnlock()
-	if s := n.State(); s != links.Fallback && s != links.Unlinked {
-		return false, nil
-	}
-	return true, v.inner.Send(msg)
 }
 
 // onDevice reports whether a value of msg lies on a device.

@@ -49,7 +49,7 @@ func TestCancelBatchAnywhere(t *testing.T) {
 	const at = lendFrom
 	for _, lens := range [][]int{{at}, {3, at, 5}, {at, at}, {at, 0, 3, 0, at, 0}, {0, at, 7, 8, at, 9}, {at + 1, at + 2, 0, at + 3, 100}} {
 		queue := func(messages ...*van.Message) *outConn {
-			c := newOutConn(&common{cfg: env.Default()}, 8, -1, nil)
+			c := newOutConn(&common{cfg: env.Default()}, &new(peer).Peer, -1, nil)
 			c.blocked = true // the test takes the bytes in place of the socket
 			for _, m := range messages {
 				if err := c.send(m); err != nil {
@@ -142,7 +142,7 @@ func cutBatch(t *testing.T, options func(*van.Options)) {
 		m.Done = counter{&done}
 		worker.must(m)
 	}
-	c := worker.peers.Of(8).conn.Load()
+	c := worker.peers.Of(8).Link()
 	c.mu.Lock()
 	c.fail(errClosed)
 	c.mu.Unlock()

@@ -131,7 +131,7 @@ func lostOnTheWay(t *testing.T, options func(*van.Options)) {
 	for i := range 4 {
 		worker.must(dataMessage(8, i, true, true, pattern(8<<20, i)))
 	}
-	c := worker.peers.Of(8).conn.Load()
+	c := worker.peers.Of(8).Link()
 	_ = unix.Shutdown(c.fd, unix.SHUT_RDWR)
 	vantest.Eventually(t, limit, "the sender reports the loss and the return", func() bool { return worker.told("8 false", "8 true") })
 	worker.must(dataMessage(8, 5, true, true, []byte("after")))
@@ -287,7 +287,7 @@ func TestClass(t *testing.T) {
 	}
 	has := func(when string, class int) {
 		t.Helper()
-		tos, err := unix.GetsockoptInt(worker.peers.Of(8).conn.Load().fd, unix.IPPROTO_IP, unix.IP_TOS)
+		tos, err := unix.GetsockoptInt(worker.peers.Of(8).Link().fd, unix.IPPROTO_IP, unix.IP_TOS)
 		if err != nil || tos != class<<2 {
 			t.Errorf("%s: the connection has class %d, %v, want %d", when, tos>>2, err, class)
 		}
@@ -300,11 +300,11 @@ func TestClass(t *testing.T) {
 	has("set before the connection", 46)
 	worker.SetTrafficClasses(map[int]int{8: 10})
 	has("changed", 10)
-	before := worker.peers.Of(8).conn.Load()
+	before := worker.peers.Of(8).Link()
 	server.peers.Mu.Lock()
 	_ = unix.Shutdown(server.peers.Ins()[0].fd, unix.SHUT_RDWR)
 	server.peers.Mu.Unlock()
-	vantest.Eventually(t, limit, "another connection", func() bool { return worker.peers.Of(8).conn.Load() != before })
+	vantest.Eventually(t, limit, "another connection", func() bool { return worker.peers.Of(8).Link() != before })
 	exchange()
 	has("after a break", 10)
 	worker.SetTrafficClasses(nil)
@@ -314,7 +314,7 @@ func TestClass(t *testing.T) {
 // TestForgets: the place for an answer is released when its peer is lost or disconnected.
 func TestForgets(t *testing.T) {
 	for name, leave := range map[string]func(worker *end){
-		"lost":         func(worker *end) { _ = unix.Shutdown(worker.peers.Of(8).conn.Load().fd, unix.SHUT_RDWR) },
+		"lost":         func(worker *end) { _ = unix.Shutdown(worker.peers.Of(8).Link().fd, unix.SHUT_RDWR) },
 		"disconnected": func(worker *end) { worker.Disconnect(8) },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -528,11 +528,11 @@ func TestStaleEvent(t *testing.T) {
 	worker, server := pair(t, nil)
 	worker.must(dataMessage(8, 1, true, true, []byte("first")))
 	server.next().Release()
-	c := worker.peers.Of(8).conn.Load()
+	c := worker.peers.Of(8).Link()
 	c.broke()
 	worker.must(dataMessage(8, 2, true, true, []byte("second")))
-	if m := server.next(); m.Timestamp != 2 || worker.peers.Of(8).conn.Load() != c {
-		t.Errorf("message %d arrived, over another connection: %t", m.Timestamp, worker.peers.Of(8).conn.Load() != c)
+	if m := server.next(); m.Timestamp != 2 || worker.peers.Of(8).Link() != c {
+		t.Errorf("message %d arrived, over another connection: %t", m.Timestamp, worker.peers.Of(8).Link() != c)
 	}
 }
 

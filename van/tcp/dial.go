@@ -27,15 +27,15 @@ func hopeless(err error) bool {
 // failed logs that the first connection to n cannot be made, and returns n's next state.
 func (d *dialer) failed(n *peer, err error) links.State {
 	if errors.Is(err, errTLS) {
-		d.n.log.Error("a peer gets no data of this process", "peer", n.Name(), "addr", n.addr, "err", err)
+		d.n.log.Error("a peer gets no data of this process", "peer", n.Name(), "addr", n.Data, "err", err)
 		return links.Refused
 	}
-	return d.peers.O.Retry.First(d.n.log, n.ID(), err, "addr", n.addr)
+	return d.peers.O.Retry.First(d.n.log, n.ID(), err, "addr", n.Data)
 }
 
 // keep waits until the connection to n breaks, and makes the next one. If n takes none, n's state is Refused.
 func (d *dialer) keep(n *peer) {
-	p, c := d.peers, n.conn.Load()
+	p, c := d.peers, n.Link()
 	_, limit := d.n.cfg.Heartbeats()
 	c.watch(context.Background(), limit) // until the connection is closed, also while Close waits for its messages
 	if !p.Current(n) {
@@ -52,13 +52,13 @@ func (d *dialer) keep(n *peer) {
 		err := p.Make(n, true, afterMarks)
 		switch {
 		case err == nil:
-			p.Losses.Tell(n.Base(), true, nil)
+			p.Losses.Tell(&n.Peer, true, nil)
 			return
 		case !p.Current(n):
 			return
 		case errors.Is(err, errRefused):
 			p.Set(n, links.Refused, err)
-			d.n.log.Error("a peer takes no data of this process any more", "peer", n.Name(), "addr", n.addr, "err", err)
+			d.n.log.Error("a peer takes no data of this process any more", "peer", n.Name(), "addr", n.Data, "err", err)
 			return
 		}
 	}
@@ -78,7 +78,7 @@ const dialTime = 2 * time.Second
 func (d *dialer) dial(n *peer, again, afterMarks bool) (*outConn, links.Mark, error) {
 	ctx, cancel := context.WithTimeout(d.peers.Ctx, d.n.within(d.dialTime))
 	defer cancel()
-	to := callee{addr: n.addr, incarnation: n.Incarnation(), name: n.Name(), again: again, afterMarks: afterMarks}
+	to := callee{addr: n.Data, incarnation: n.Incarnation(), name: n.Name(), again: again, afterMarks: afterMarks}
 	nc, err := d.n.meet(ctx, &to)
 	if err != nil {
 		return nil, links.Mark{}, err
@@ -91,7 +91,7 @@ func (d *dialer) dial(n *peer, again, afterMarks bool) (*outConn, links.Mark, er
 	if err := d.n.tune(fd); err != nil {
 		d.n.log.Debug("options of a connection for data", "err", err)
 	}
-	c := newOutConn(d.n, n.ID(), fd, d.unwatch)
+	c := newOutConn(d.n, &n.Peer, fd, d.unwatch)
 	c.tls = detach(nc, fd, true)
 	c.afterMarks, c.made = afterMarks, time.Now()
 	return c, markOf(to.number), nil

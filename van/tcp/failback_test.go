@@ -202,7 +202,7 @@ func TestFailbackUnderTraffic(t *testing.T) {
 	}
 	for after := 0; after < 1000; sent++ {
 		worker.must(dataMessage(8, sent, true, true, pattern(100, sent)))
-		if worker.peers.Of(8).conn.Load() != nil {
+		if worker.peers.Of(8).Link() != nil {
 			after++
 		} else if sent == 500 {
 			wall.open.Store(true)
@@ -285,7 +285,7 @@ func TestMarksAgain(t *testing.T) {
 	wall.open.Store(true)
 	worker.says("from now on, no longer over")
 	worker.must(dataMessage(8, -1, true, true, nil)) // is lost
-	c := worker.peers.Of(8).conn.Load()
+	c := worker.peers.Of(8).Link()
 	c.mu.Lock()
 	c.fail(errClosed)
 	c.mu.Unlock()

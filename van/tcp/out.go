@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"runtime"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"time"
 	"unsafe"
@@ -22,7 +21,7 @@ import (
 // outConn is the sender's end of a connection.
 type outConn struct {
 	n          *common
-	id         atomic.Int32 // the peer's
+	peer       *links.Peer
 	fd         int
 	tls        *encrypted   // nil without STEPAF_TLS; mu
 	remove     func(fd int) // makes the source leave it alone
@@ -77,10 +76,8 @@ const (
 
 var errGone = errors.New("the connection has ended")
 
-func newOutConn(n *common, id, fd int, remove func(fd int)) *outConn {
-	c := &outConn{n: n, fd: fd, remove: remove, broken: make(chan struct{})}
-	c.id.Store(int32(id))
-	return c
+func newOutConn(n *common, peer *links.Peer, fd int, remove func(fd int)) *outConn {
+	return &outConn{n: n, peer: peer, fd: fd, remove: remove, broken: make(chan struct{})}
 }
 
 // mayWait reports whether the receiver of c may not have begun to read it, because marks have not arrived. Marks also precede the
@@ -204,7 +201,7 @@ func (c *outConn) full() bool {
 func (c *outConn) refuse() error {
 	budget := c.n.cfg.SendBudget
 	c.n.stats.refused.Add(1)
-	c.n.rarely("refused").Warn("a message is refused: its receiver does not take what was sent before", "peer", van.NodeName(int(c.id.Load())),
+	c.n.rarely("refused").Warn("a message is refused: its receiver does not take what was sent before", "peer", c.peer.Name(),
 		"bytes unsent", c.unsent(), "messages", len(c.queue), "STEPAF_SEND_BUDGET", budget)
 	return fmt.Errorf("%w: %d bytes and %d messages are unsent, want less than %d bytes (STEPAF_SEND_BUDGET) and %d messages",
 		van.ErrQueueFull, c.unsent(), len(c.queue), budget, maxQueue)

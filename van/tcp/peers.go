@@ -6,8 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
-	"sync"
-	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 
@@ -32,22 +30,12 @@ func processOf(incarnation uint32) (p links.Process) {
 	return p
 }
 
-// peer is a node that data may be sent to.
-type peer struct {
-	links.Peer
-	addr   string // of its data port; "": data goes over the van inside
-	conn   atomic.Pointer[outConn]
-	inside sync.RWMutex // Sends
-}
-
-// Link, SetLink and Sends implement links.Node.
-func (n *peer) Link() *outConn       { return n.conn.Load() }
-func (n *peer) SetLink(c *outConn)   { n.conn.Store(c) }
-func (n *peer) Sends() *sync.RWMutex { return &n.inside }
+// peer is a node that data may be sent to. Data is the address of its data port; "": data goes over the van inside.
+type peer = links.Node[string, *outConn]
 
 // peers are the nodes that this node knows, and the connections to and from them.
 type peers struct {
-	links.Table[*peer, *outConn, *inConn]
+	links.Table[string, *outConn, *inConn]
 	n       *common
 	read    func(c *inConn) error // makes the source read c
 	senders map[int]*sender       // Mu guards it
@@ -115,7 +103,7 @@ func (p *peers) start(c *inConn) {
 			p.EndLocked(x, true)
 		}
 		c.again, c.awaitsWatcher = false, true
-		p.Losses.Broken(n.Base(), errBroke, func() {
+		p.Losses.Broken(&n.Peer, errBroke, func() {
 			p.Mu.Lock()
 			defer p.Mu.Unlock()
 			c.awaitsWatcher = false

@@ -124,7 +124,7 @@ func TestBrokenBeforeAdmit(t *testing.T) {
 	}
 	other.must(dataMessage(8, 2, true, true, []byte("lost")))
 	waits(0)
-	c := other.peers.Of(8).conn.Load()
+	c := other.peers.Of(8).Link()
 	c.mu.Lock()
 	c.fail(errClosed)
 	c.mu.Unlock()
@@ -175,7 +175,7 @@ func TestRename(t *testing.T) {
 		worker.must(dataMessage(s.self.ID, 1, true, true, []byte("before")))
 		s.next().Release()
 	}
-	c := worker.peers.Of(8).conn.Load()
+	c := worker.peers.Of(8).Link()
 	if err := worker.Rename(8, 10); err != nil {
 		t.Fatal(err)
 	}
@@ -183,8 +183,8 @@ func TestRename(t *testing.T) {
 	if m := server.next(); m.Timestamp != 2 {
 		t.Errorf("message %d arrived, want 2", m.Timestamp)
 	}
-	if n := worker.peers.Of(10); n.conn.Load() != c || c.id.Load() != 10 {
-		t.Errorf("another connection: %t, whose id is %d, want that of node 10", n.conn.Load() != c, c.id.Load())
+	if n := worker.peers.Of(10); n.Link() != c || c.peer.ID() != 10 {
+		t.Errorf("another connection: %t, whose id is %d, want that of node 10", n.Link() != c, c.peer.ID())
 	}
 	vantest.Eventually(t, limit, "the former peer loses its connection", func() bool {
 		former.peers.Mu.Lock()

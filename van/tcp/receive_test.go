@@ -286,7 +286,7 @@ func TestMemoryIsUsedAgain(t *testing.T) {
 		t.Errorf("more than %d bytes are kept", keepMemory)
 	}
 	for _, count := range []int{1, keepBuf/lendFrom + 1, 2 * keepBuf / lendFrom} {
-		c := newOutConn(n, 8, -1, nil)
+		c := newOutConn(n, &new(peer).Peer, -1, nil)
 		c.blocked = true
 		for i := range count {
 			if err := c.send(dataMessage(8, i, true, true, pattern(lendFrom-1, i))); err != nil {

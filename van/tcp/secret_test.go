@@ -263,7 +263,7 @@ func TestForged(t *testing.T) {
 	worker, server := pair(t, withTLS(t))
 	worker.must(dataMessage(8, 1, true, true, []byte("first")))
 	server.next().Release()
-	c := worker.peers.Of(8).conn.Load()
+	c := worker.peers.Of(8).Link()
 	c.mu.Lock()
 	_, err := unix.Write(c.fd, append([]byte{23, 3, 3, 0, 64}, make([]byte, 64)...))
 	c.mu.Unlock()
@@ -276,7 +276,7 @@ func TestForged(t *testing.T) {
 		t.Fatal("the connection has not ended")
 	}
 	vantest.Eventually(t, limit, "there is another connection", func() bool {
-		now := worker.peers.Of(8).conn.Load()
+		now := worker.peers.Of(8).Link()
 		return now != nil && now != c
 	})
 	worker.must(dataMessage(8, 2, true, true, []byte("second")))
@@ -332,12 +332,12 @@ func TestTLSDescriptors(t *testing.T) {
 	server.next().Release()
 	before := count()
 	for i := range 20 {
-		c := worker.peers.Of(8).conn.Load()
+		c := worker.peers.Of(8).Link()
 		c.mu.Lock()
 		_ = unix.Shutdown(c.fd, unix.SHUT_RDWR)
 		c.mu.Unlock()
 		vantest.Eventually(t, limit, "there is another connection", func() bool {
-			now := worker.peers.Of(8).conn.Load()
+			now := worker.peers.Of(8).Link()
 			return now != nil && now != c
 		})
 		worker.must(dataMessage(8, i, true, true, []byte(strconv.Itoa(i))))

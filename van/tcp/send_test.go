@@ -146,7 +146,7 @@ func cancelQueued(t *testing.T, options func(*van.Options)) {
 func TestCancelAnywhere(t *testing.T) {
 	next := dataMessage(8, 2, true, true, []byte("next"))
 	queue := func(messages ...*van.Message) *outConn {
-		c := newOutConn(&common{cfg: env.Default()}, 8, -1, nil)
+		c := newOutConn(&common{cfg: env.Default()}, &new(peer).Peer, -1, nil)
 		c.blocked = true // the test takes the bytes in place of the socket
 		for _, m := range messages {
 			if err := c.send(m); err != nil {
@@ -187,7 +187,7 @@ func TestCancelAnywhere(t *testing.T) {
 // stay in the queue.
 func TestCancelOthers(t *testing.T) {
 	const first, count, app, customer = 10, 2, 3, 4
-	c := newOutConn(&common{cfg: env.Default()}, 8, -1, nil)
+	c := newOutConn(&common{cfg: env.Default()}, &new(peer).Peer, -1, nil)
 	c.blocked = true
 	dones := map[string]*atomic.Int32{}
 	add := func(name string, ts int, app, customer int32, request bool) {
@@ -284,7 +284,7 @@ func TestFull(t *testing.T) {
 	} {
 		cfg := env.Default()
 		cfg.SendBudget = c.budget
-		o := newOutConn(&common{cfg: cfg}, 8, -1, nil)
+		o := newOutConn(&common{cfg: cfg}, &new(peer).Peer, -1, nil)
 		o.buf, o.read, o.lent, o.queue = make([]byte, c.encoded), c.written, c.lent, make([]outEntry, c.messages)
 		if o.full() != c.full {
 			t.Errorf("%+v: full %t", c, o.full())

@@ -25,7 +25,7 @@ func TestClosedWindow(t *testing.T) {
 	for i := range count {
 		worker.must(dataMessage(8, i, true, true, pattern(4<<20, i)))
 	}
-	c := worker.peers.Of(8).conn.Load()
+	c := worker.peers.Of(8).Link()
 	vantest.Eventually(t, limit, "the kernel has probed the window for three seconds", func() bool {
 		c.mu.Lock()
 		defer c.mu.Unlock()

@@ -61,9 +61,9 @@ func New(in van.Van, o van.Options) *Van {
 	v.source.n, v.source.left = n, p.leave
 	v.dialer = dialer{n: n, peers: p, unwatch: v.source.remove, dialTime: dialTime}
 	v.acceptor.n, v.acceptor.peers = n, p
-	p.Open(links.Options[*peer, *outConn, *inConn]{Log: n.log, Inner: in, Over: "tcp", Link: "a connection for data", Kind: markKind, KeepsLoss: true,
+	p.Open(links.Options[string, *outConn, *inConn]{Log: n.log, Inner: in, Over: "tcp", Link: "a connection for data", Kind: markKind, KeepsLoss: true,
 		Retry: links.Retry{Path: "over tcp", Inside: in.Type, Hopeless: hopeless},
-		Dial:  v.dialer.dial, OpenLocked: v.open, SetID: func(c *outConn, id int) { c.id.Store(int32(id)) }, Failed: v.dialer.failed, Keep: v.dialer.keep, Gone: n.places.Forget, InsideLost: (*outConn).insideLost,
+		Dial:  v.dialer.dial, OpenLocked: v.open, Failed: v.dialer.failed, Keep: v.dialer.keep, Gone: n.places.Forget, InsideLost: (*outConn).insideLost,
 		StartLocked: p.start, EndLocked: p.end})
 	if v.engine == nil {
 		v.engine = engine.New(o.Config.BusyPoll.Spin())
@@ -160,13 +160,13 @@ func (v *Van) Connect(ctx context.Context, id int, record van.Node) error {
 	case v.port == 0:
 		n.Unlink(errNoPort)
 	case native && who.DataPort != 0:
-		n.addr = net.JoinHostPort(record.Hostname, strconv.Itoa(int(who.DataPort)))
+		n.Data = net.JoinHostPort(record.Hostname, strconv.Itoa(int(who.DataPort)))
 	default:
 		n.Unlink(errPeerNoPort)
 		v.own.log.Info("no data goes over tcp to a peer", "peer", n.Name(), "why", errPeerNoPort)
 	}
 	was := v.peers.Of(id)
-	if was == nil || was.Incarnation() != n.Incarnation() || was.addr != n.addr { // otherwise the process is the same, and its connection stays
+	if was == nil || was.Incarnation() != n.Incarnation() || was.Data != n.Data { // otherwise the process is the same, and its connection stays
 		v.peers.Connect(n)
 	}
 	return nil
@@ -192,19 +192,16 @@ func (v *Van) Send(msg *van.Message) error {
 	if msg.IsControl() {
 		return v.inner.Send(msg)
 	}
-	n := v.peers.Of(msg.Receiver)
-	if n == nil {
-		return v.inner.Send(msg)
+	n, c := v.peers.Of(msg.Receiver), (*outConn)(nil)
+	if n != nil {
+		c = n.Link()
 	}
-	c := n.conn.Load()
 	if c == nil {
-		if n = v.peers.Await(msg.Receiver); n == nil {
-			return v.inner.Send(msg)
-		}
-		if sent, err := v.sendInside(n, msg); sent {
+		n = v.peers.Await(msg.Receiver)
+		if sent, err := v.peers.SendInside(n, msg); sent {
 			return err
 		}
-		c = n.conn.Load()
+		c = n.Link()
 	}
 	switch {
 	case v.closing.Load():
@@ -234,19 +231,6 @@ func (v *Van) Send(msg *van.Message) error {
 		err = fmt.Errorf("%w: %w", van.ErrPeerLost, c.why())
 	}
 	return v.sendError(msg, err)
-}
-
-// sendInside sends msg over the van inside if data to n goes there. It reports false if there is a connection, or n has refused one.
-func (v *Van) sendInside(n *peer, msg *van.Message) (sent bool, err error) {
-	if n.State() == links.Unlinked {
-		return true, v.inner.Send(msg)
-	}
-	n.inside.RLock()
-	defer n.inside.RUnlock()
-	if s := n.State(); s != links.Fallback && s != links.Unlinked {
-		return false, nil
-	}
-	return true, v.inner.Send(msg)
 }
 
 func (v *Van) sendError(msg *van.Message, err error) error {
@@ -296,7 +280,7 @@ func (v *Van) SetTrafficClasses(classes map[int]int) {
 	p.Mu.Lock() // no connection is installed meanwhile
 	v.own.classes.Store(&classes)
 	for id, n := range p.All() {
-		if c := n.conn.Load(); c != nil {
+		if c := n.Link(); c != nil {
 			c.setClass(classes[id]) // 0: the system's
 		}
 	}
@@ -309,7 +293,7 @@ func (v *Van) SetTrafficClasses(classes map[int]int) {
 // TrafficClassApplied implements van.TrafficClassSetter.
 func (v *Van) TrafficClassApplied(id int) (now, ever bool) {
 	if n := v.peers.Of(id); n != nil {
-		if c := n.conn.Load(); c != nil && !c.hasClass(v.own.classOf(id)) {
+		if c := n.Link(); c != nil && !c.hasClass(v.own.classOf(id)) {
 			return false, true
 		}
 	}
