@@ -8,7 +8,6 @@ import (
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/engine"
 )
 
 // Origin says how far a transport has verified the sender of a received message. Any process can claim any sender id.
@@ -68,9 +67,8 @@ type Message struct {
 	// also before Send returns, and must neither block nor send.
 	Done Completion
 
-	// Deliverer identifies the goroutine that delivers a received message. A receiver that
-	// closes its van passes it on: Close(engine.Within(ctx, m.Deliverer)).
-	Deliverer *engine.Deliverer
+	// InPoll says that a Poll (package engine) delivers a received message: the receiver must not block.
+	InPoll bool
 
 	refs   atomic.Int32
 	owner  Owner
@@ -139,7 +137,7 @@ func (m *Message) Reset() {
 	}
 	clear(m.Parts)
 	m.Parts = m.Parts[:0]
-	m.Done, m.Deliverer = nil, nil
+	m.Done, m.InPoll = nil, false
 	m.owner, m.native = nil, nil
 }
 

@@ -19,14 +19,9 @@ func TestResetForgets(t *testing.T) {
 	b := backend.Bytes([]byte{1})
 	used.Sender, used.Receiver, used.ProcessEpoch, used.Frames, used.Origin = 8, 9, 3, 3, OriginOther
 	used.Keys, used.Vals, used.Lens, used.Into = b, b, b, b
-	used.Placed, used.Parts, used.Done = true, []Part{{Key: 1}}, nothing{}
+	used.Placed, used.InPoll, used.Parts, used.Done = true, true, []Part{{Key: 1}}, nothing{}
 	used.Adopt(nothing{}, nil)
 	v := reflect.ValueOf(used).Elem()
-	for i := range v.NumField() {
-		if f := v.Type().Field(i); f.IsExported() && f.Type.Kind() == reflect.Pointer {
-			v.Field(i).Set(reflect.New(f.Type.Elem()))
-		}
-	}
 	for i := range v.NumField() {
 		if f := v.Type().Field(i); f.IsExported() && f.Name != "Meta" && v.Field(i).IsZero() {
 			t.Errorf("the test does not set %s", f.Name)

@@ -63,9 +63,8 @@ type Van interface {
 	Send(msg *Message) error
 
 	// Close stops receiving, sends the queued messages until ctx ends, and frees
-	// everything. No receiver runs after Close returns. A receiver that calls Close passes a
-	// ctx made by engine.Within for its message's Deliverer, so that Close does not wait for
-	// that receiver. A second Close does nothing.
+	// everything. No receiver runs after Close returns, so a receiver must not call it. A second
+	// Close does nothing.
 	Close(ctx context.Context) error
 }
 

@@ -56,7 +56,7 @@ type usage struct {
 //   - the wait may delay requests for another application, and that sender has had queued requests for maxDelay. The request
 //     is then refused.
 func (a *apps) enqueue(k appKey, msg *van.Message) *Customer {
-	c, why := a.tryEnqueue(k, msg, msg.Deliverer.InPoll())
+	c, why := a.tryEnqueue(k, msg, msg.InPoll)
 	if why != "" {
 		a.notices.refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, fmt.Errorf("%w: %w: %s", van.ErrQueueFull, errNoApp, why))
 	}

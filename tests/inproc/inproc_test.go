@@ -12,7 +12,6 @@ import (
 	"github.com/stepaf/stepaf-go/tests/inproc"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/engine"
 )
 
 const limit = 20 * time.Second
@@ -290,27 +289,6 @@ func TestStats(t *testing.T) {
 	want := van.Stats{SentMessages: 1, SentBytes: 108, ReceivedMessages: 1, ReceivedBytes: 108}
 	if s := v.(van.Meter).Stats(); s != want {
 		t.Errorf("stats %+v, want %+v", s, want)
-	}
-}
-
-func TestCloseFromReceiver(t *testing.T) {
-	n := inproc.NewNetwork()
-	errs := make(chan error, 1)
-	var v van.Van
-	ready := make(chan struct{})
-	v, self := start(t, n, 8, "a", func(m *van.Message) {
-		<-ready
-		ctx, cancel := context.WithTimeout(context.Background(), limit)
-		defer cancel()
-		errs <- v.Close(engine.Within(ctx, m.Deliverer))
-	})
-	close(ready)
-	connect(t, v, self)
-	if err := v.Send(message(8, 0)); err != nil {
-		t.Fatal(err)
-	}
-	if err := <-errs; err != nil {
-		t.Errorf("Close by a receiver: %v", err)
 	}
 }
 

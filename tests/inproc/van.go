@@ -5,7 +5,6 @@ package inproc
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -240,7 +239,7 @@ func (v *node) next() (*inbound, *engine.PeerQueue[*inbound], bool) {
 	return p, queue, true
 }
 
-func (v *node) deliver(p *inbound, turn *engine.Deliverer) {
+func (v *node) deliver(p *inbound) {
 	p.conn.queued.Add(-1)
 	v.receivedMessages.Add(1)
 	v.receivedBytes.Add(uint64(p.msg.PayloadLen()))
@@ -249,18 +248,16 @@ func (v *node) deliver(p *inbound, turn *engine.Deliverer) {
 		p.msg.Trace().PostRecv = clock.Now()
 	}
 	p.adopt()
-	p.msg.Deliverer = turn
 	v.recv(&p.msg)
 	p.msg.Release()
 }
 
 // Close implements van.Van. It waits for messages to peers that do not listen yet, but not for those to
-// peers that have left; those to peers that listen have arrived. A receiver may call it: then it waits for
-// all other receivers.
+// peers that have left; those to peers that listen have arrived.
 func (v *node) Close(ctx context.Context) error {
 	lingerErr := v.linger(ctx)
 	v.net.detach(v, "it was closed")
-	if err := v.loop.Stop(ctx); err != nil && !errors.Is(err, engine.ErrInDeliver) {
+	if err := v.loop.Stop(ctx); err != nil {
 		return &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Detail: "a receiver still runs", Err: err}
 	}
 	return lingerErr

@@ -21,7 +21,7 @@ type sources struct {
 	once       sync.Once
 }
 
-func newSources(n int, deliver func(item, *Deliverer)) *sources {
+func newSources(n int, deliver func(item)) *sources {
 	s := &sources{peerQueues: make([]PeerQueue[item], n), queues: make([][]item, n), wake: make(chan struct{}, 1), closed: make(chan struct{})}
 	for i := range s.peerQueues {
 		s.peerQueues[i].ID = i
@@ -90,7 +90,7 @@ func (s *sources) stop(t *testing.T) {
 func TestBudgetOfALane(t *testing.T) {
 	release, entered, free := make(chan struct{}), make(chan struct{}, 1000), make(chan struct{}, 1000)
 	var stuck, paused, most atomic.Int64
-	s := newSources(2, func(it item, _ *Deliverer) {
+	s := newSources(2, func(it item) {
 		if it.peer == 1 {
 			free <- struct{}{}
 			return
@@ -139,7 +139,7 @@ func TestBudgetOfAll(t *testing.T) {
 	}
 	free := make(chan struct{}, 1000)
 	var got [stuck]atomic.Int64
-	s := newSources(stuck+1, func(it item, _ *Deliverer) {
+	s := newSources(stuck+1, func(it item) {
 		if it.peer == stuck {
 			free <- struct{}{}
 			return
@@ -196,7 +196,7 @@ func TestBudgetOfAllWakesAll(t *testing.T) {
 // TestBudgetOfAllTells: Resumed is called for a queue that others have paused, once there is capacity.
 func TestBudgetOfAllTells(t *testing.T) {
 	var full, paused PeerQueue[item]
-	l := NewLoop(nil, func(item, *Deliverer) {})
+	l := NewLoop(nil, func(item) {})
 	l.Budget, l.Weight = NewBudget(0, 400), func(item) int { return 100 }
 	var resumed []*PeerQueue[item]
 	l.Resumed = func(queue *PeerQueue[item]) { resumed = append(resumed, queue) }
@@ -221,7 +221,7 @@ func TestBudgetNotAsked(t *testing.T) {
 	release := make(chan struct{})
 	var got atomic.Int64
 	src := &source{c: make(chan item), closed: make(chan struct{})}
-	l := NewLoop(src.recv, func(it item, _ *Deliverer) {
+	l := NewLoop(src.recv, func(it item) {
 		if it.seq == 0 {
 			<-release
 		}
@@ -251,7 +251,7 @@ func TestBudgetLosesNoWakeUp(t *testing.T) {
 	left.Store(peers * each)
 	done := make(chan struct{})
 	var n atomic.Int64
-	s := newSources(peers, func(it item, _ *Deliverer) {
+	s := newSources(peers, func(it item) {
 		if n.Add(1)%500 == 0 {
 			time.Sleep(time.Millisecond) // the slow handler itself
 		}
@@ -282,7 +282,7 @@ func TestTakeOver(t *testing.T) {
 	src := newSource()
 	release, got := make(chan struct{}), make(chan struct{}, 1)
 	first := true
-	l := NewLoop(src.recv, func(it item, _ *Deliverer) {
+	l := NewLoop(src.recv, func(it item) {
 		if it.seq == 0 {
 			<-release
 			return

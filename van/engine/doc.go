@@ -26,7 +26,5 @@
 // While deliveries are quick there are two goroutines for each Loop, for any number of
 // peers. Each delivery that is slow at the moment adds one.
 //
-// Each delivery gets a Deliverer. Calls that wait for the end of deliveries, as closing a
-// transport does, must not wait for the delivery that makes them: it passes its Deliverer
-// in a context, see Within.
+// A delivery must not wait for the end of deliveries, as closing a transport does.
 package engine

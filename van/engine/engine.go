@@ -1,7 +1,6 @@
 package engine
 
 import (
-	"context"
 	"runtime"
 	"slices"
 	"sync"
@@ -28,8 +27,6 @@ type Engine struct {
 	// State of the running Poll.
 	claimed   []claim
 	spinStats adaptiveSpin
-	deliverer Deliverer
-	ended     bool // by one of its deliveries
 }
 
 // claim is a source that a Poll has claimed.
@@ -49,7 +46,6 @@ func New(spin time.Duration) *Engine {
 	case spin > 0:
 		e.spinner.cores = &cores{}
 	}
-	e.deliverer.engine = e
 	e.sources.Store(&[]Pollable{})
 	return e
 }
@@ -140,42 +136,15 @@ func (e *Engine) Poll(done func() bool) {
 	if len(claimed) > 0 {
 		e.poll(claimed, done)
 	}
-	if !e.ended {
-		e.release(done())
+	again, found := done(), false
+	for i := range claimed {
+		found = found || claimed[i].found
+	}
+	for i := range claimed {
+		claimed[i].Release(found && !claimed[i].found, again)
 	}
 	clear(claimed)
-	e.ended = false
 	e.polling.Store(false)
-}
-
-// release returns the sources of the running Poll to their loops.
-func (e *Engine) release(again bool) {
-	found := false
-	for i := range e.claimed {
-		found = found || e.claimed[i].found
-	}
-	for i := range e.claimed {
-		e.claimed[i].Release(found && !e.claimed[i].found, again)
-	}
-}
-
-// EndPoll ends the Poll whose delivery calls it, if ctx belongs to such a delivery; see Within. From
-// then on loops receive from all sources. Items for the queue of the delivery wait for its
-// end. A function that closes a transport calls EndPoll first, since it waits for messages
-// that must still be received.
-func (e *Engine) EndPoll(ctx context.Context) {
-	if delivererOf(ctx) == &e.deliverer && !e.ended {
-		e.ended = true
-		e.release(false)
-	}
-}
-
-// EndPoll calls Engine.EndPoll of the engine whose Poll makes the delivery of ctx, if a Poll
-// makes it.
-func EndPoll(ctx context.Context) {
-	if d := delivererOf(ctx); d != nil && d.engine != nil {
-		d.engine.EndPoll(ctx)
-	}
 }
 
 func (e *Engine) poll(claimed []claim, done func() bool) {
@@ -198,9 +167,6 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 		for i := range claimed {
 			c := &claimed[i]
 			found := c.PollOnce(slice)
-			if e.ended {
-				return
-			}
 			c.found = c.found || found >= Progress
 			best = max(best, found)
 		}

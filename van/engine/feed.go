@@ -34,8 +34,8 @@ type Source[T any] interface {
 	// Wake ends the sleep of s, or its next one. Any goroutine may call it.
 	Wake(s Sleeper)
 
-	// Deliver delivers a message on the goroutine of by.
-	Deliver(item T, by *Deliverer)
+	// Deliver delivers a message. In a Poll it must not block.
+	Deliver(item T, inPoll bool)
 
 	// Discard releases a message that will not be delivered, since the loop ends.
 	Discard(item T)
@@ -92,9 +92,8 @@ type Feed[T any] struct {
 	mu       sync.Mutex
 	claimed  atomic.Bool // a Poll has mu, or waits for it: the loop does not lock it
 	stopping atomic.Bool
-	left     bool          // the Poll has left a message to the loop; mu
-	found    bool          // the Poll has received a message; mu
-	queue    *PeerQueue[T] // of the Poll's current delivery
+	left     bool // the Poll has left a message to the loop; mu
+	found    bool // the Poll has received a message; mu
 
 	misses atomic.Int32  // Polls that received from other sources only, since the last that received from this one
 	until  atomic.Uint64 // time until which another Poll is expected
@@ -118,7 +117,7 @@ func NewFeed[T any](e *Engine, src Source[T], o FeedOptions) *Feed[T] {
 	if !o.DetectsBusyCores && e.spinner.cores != nil {
 		e.spinner.cores.ignored.Store(true)
 	}
-	f.Loop = NewLoop(f.receive, src.Deliver)
+	f.Loop = NewLoop(f.receive, func(item T) { src.Deliver(item, false) })
 	f.Loop.Discard = src.Discard
 	f.armLoop = f.arm
 	f.armPoll = func() bool { return f.src.Arm(ByPoll) }
@@ -375,17 +374,11 @@ func (f *Feed[T]) PollOnce(slice time.Duration) PollResult {
 	if f.stopping.Load() {
 		return Nothing
 	}
-	item, queue, found := f.takeFrom(slice, true)
+	item, _, found := f.takeFrom(slice, true)
 	f.found = f.found || found >= Progress
 	switch found {
 	case Message:
-		f.queue = queue
-		f.src.Deliver(item, &f.e.deliverer)
-		f.queue = nil
-		if f.e.ended {
-			f.Loop.drain(queue, &f.e.deliverer)
-		}
-		f.e.deliverer.ended.Add(1)
+		f.src.Deliver(item, true)
 	case LeaveToLoop:
 		f.left = true
 	}
@@ -418,9 +411,6 @@ func (f *Feed[T]) Release(missed, again bool) {
 	}
 	again = again && !f.left
 	f.left, f.found = false, false
-	if f.queue != nil { // called by EndPoll
-		f.queue.setSlow()
-	}
 	defer f.mu.Unlock()
 	f.claimed.Store(false)
 	switch {

@@ -24,10 +24,10 @@ type memory struct {
 
 	peerQueue PeerQueue[int]
 	hand      atomic.Int32
-	deliver   func(n int, turn *Deliverer)
+	deliver   func(n int, inPoll bool)
 }
 
-func newMemory(handsOver bool, deliver func(int, *Deliverer)) *memory {
+func newMemory(handsOver bool, deliver func(int, bool)) *memory {
 	m := &memory{handsOver: handsOver, deliver: deliver}
 	for i := range m.bells {
 		m.bells[i] = make(chan struct{}, 1)
@@ -84,8 +84,8 @@ func (m *memory) Wake(s Sleeper) {
 	}
 }
 
-func (m *memory) Deliver(n int, turn *Deliverer) { m.deliver(n, turn) }
-func (m *memory) Discard(int)                    { m.discarded.Add(1) }
+func (m *memory) Deliver(n int, inPoll bool) { m.deliver(n, inPoll) }
+func (m *memory) Discard(int)                { m.discarded.Add(1) }
 
 // put appends n and wakes the sleeper that has armed.
 func (m *memory) put(n int) {
@@ -130,7 +130,7 @@ func TestEverythingIsReceived(t *testing.T) {
 			var got [2]atomic.Int64
 			var ms [2]*memory
 			for i := range ms {
-				ms[i] = newMemory(handsOver, func(n int, _ *Deliverer) {
+				ms[i] = newMemory(handsOver, func(n int, _ bool) {
 					if want := got[i].Load(); int64(n) != want {
 						t.Errorf("spin %s, source %d: got %d, want %d", spin, i, n, want)
 					}
@@ -181,7 +181,7 @@ func (m *memory) asleep(t *testing.T) {
 // last poll of a Poll.
 func TestLeftByPoll(t *testing.T) {
 	var got atomic.Int64
-	m := newMemory(true, func(int, *Deliverer) { got.Add(1) })
+	m := newMemory(true, func(int, bool) { got.Add(1) })
 	f := feed(t, New(50*time.Microsecond), m)
 	waitFor(t, "a Poll that has the source", func() bool { m.asleep(t); return f.Claim() }) // else the loop, which was woken, may be awake
 	m.put(1)
@@ -193,7 +193,7 @@ func TestLeftByPoll(t *testing.T) {
 // woken by new messages.
 func TestClaimGivenUp(t *testing.T) {
 	var got atomic.Int64
-	m := newMemory(true, func(int, *Deliverer) { got.Add(1) })
+	m := newMemory(true, func(int, bool) { got.Add(1) })
 	f := feed(t, New(50*time.Microsecond), m)
 	looks := func() int {
 		m.mu.Lock()
@@ -215,32 +215,12 @@ func TestClaimGivenUp(t *testing.T) {
 	}
 }
 
-// TestTurns: a delivery's Deliverer shows whether a loop or a Poll makes it.
-func TestTurns(t *testing.T) {
-	e := New(50 * time.Microsecond)
-	var turn atomic.Pointer[Deliverer]
-	m := newMemory(true, func(_ int, by *Deliverer) { turn.Store(by) })
-	f := feed(t, e, m)
-	m.put(1)
-	waitFor(t, "delivery", func() bool { return turn.Load() != nil })
-	if turn.Load() == &e.deliverer {
-		t.Error("the loop delivers with the Deliverer of a Poll")
-	}
-	waitFor(t, "end of the delivery", func() bool { return m.hand.Load() == 0 })
-	claimed(t, f)
-	m.put(2)
-	if f.PollOnce(0) != Message || turn.Load() != &e.deliverer {
-		t.Error("a Poll does not deliver with its Deliverer")
-	}
-	f.Release(false, false)
-}
-
 // TestQuietSource: Polls skip an idle source, one of several,
 // until its loop has received a message.
 func TestQuietSource(t *testing.T) {
 	e := New(50 * time.Microsecond)
 	var got atomic.Int64
-	quiet := newMemory(false, func(int, *Deliverer) { got.Add(1) })
+	quiet := newMemory(false, func(int, bool) { got.Add(1) })
 	f := feed(t, e, quiet)
 	poll := func(missed bool, help int) {
 		t.Helper()
@@ -273,60 +253,10 @@ func TestQuietSource(t *testing.T) {
 	f.Release(false, false)
 }
 
-// pollUntil polls until ok.
-func pollUntil(t *testing.T, e *Engine, ok func() bool) {
-	t.Helper()
-	for end := time.Now().Add(deadline); !ok(); e.Poll(ok) {
-		if time.Now().After(end) {
-			t.Fatal("a Poll receives nothing")
-		}
-	}
-}
-
-// TestStopInPoll: a delivery of a Poll may stop the source and free the receivers' memory, which
-// is not used after that.
-func TestStopInPoll(t *testing.T) {
-	for _, handsOver := range []bool{false, true} {
-		e := New(50 * time.Microsecond)
-		var f *Feed[int]
-		var m *memory
-		freed := false
-		m = newMemory(handsOver, func(n int, turn *Deliverer) {
-			if turn != &e.deliverer { // the loop was first
-				m.put(n + 1)
-				return
-			}
-			if freed {
-				t.Error("a delivery after Free")
-			}
-			ctx, cancel := context.WithTimeout(Within(context.Background(), turn), deadline)
-			defer cancel()
-			e.EndPoll(ctx)
-			if err := f.Stop(ctx); err != nil {
-				t.Errorf("Stop in a Poll: %v", err)
-			}
-			if err := f.Free(ctx, func() { freed = true }); err != nil || !freed {
-				t.Errorf("Free in a Poll: %v, freed %t, want nil and true", err, freed)
-			}
-			m.put(n + 1)
-		})
-		f = feed(t, e, m)
-		m.put(1)
-		pollUntil(t, e, func() bool { return freed })
-		if found := f.PollOnce(0); found != Nothing {
-			t.Errorf("a Poll finds %d after Stop", found)
-		}
-		f.Sleep(time.Hour)
-		if f.Claim() {
-			t.Error("a stopped source is given to a Poll")
-		}
-	}
-}
-
 // TestStopLeavesPolls: Polls do not use a stopped source, and a Poll that sleeps on it is woken.
 func TestStopLeavesPolls(t *testing.T) {
 	e := New(50 * time.Microsecond)
-	m := newMemory(true, func(int, *Deliverer) {})
+	m := newMemory(true, func(int, bool) {})
 	f := feed(t, e, m)
 	ctx, cancel := context.WithTimeout(context.Background(), deadline)
 	defer cancel()
@@ -341,78 +271,10 @@ func TestStopLeavesPolls(t *testing.T) {
 	}
 }
 
-// TestEndPoll: while a delivery that has ended its Poll continues, the loops receive from all
-// sources. Messages for its PeerQueue wait for its end, in order.
-func TestEndPoll(t *testing.T) {
-	for _, handsOver := range []bool{false, true} {
-		e := New(50 * time.Microsecond)
-		var others, inside, last, ended atomic.Int64
-		var m *memory
-		other := newMemory(handsOver, func(int, *Deliverer) { others.Add(1) })
-		m = newMemory(handsOver, func(n int, turn *Deliverer) {
-			if inside.Add(1) > 1 || int64(n) != last.Add(1) {
-				t.Errorf("message %d is delivered as number %d, beside %d others", n, last.Load(), inside.Load()-1)
-			}
-			defer inside.Add(-1)
-			if turn != &e.deliverer || ended.Load() > 0 {
-				if ended.Load() == 0 {
-					m.put(n + 1)
-				}
-				return
-			}
-			ctx := Within(context.Background(), turn)
-			e.EndPoll(ctx)
-			e.EndPoll(ctx) // does nothing
-			m.put(n + 1)
-			m.put(n + 2)
-			other.put(1)
-			waitFor(t, "message of another source", func() bool { return others.Load() == 1 })
-			waitFor(t, "messages of the peerQueue", func() bool { m.peerQueue.mu.Lock(); defer m.peerQueue.mu.Unlock(); return m.peerQueue.n == 2 })
-			ended.Store(int64(n))
-		})
-		f := feed(t, e, m)
-		feed(t, e, other)
-		m.put(1)
-		pollUntil(t, e, func() bool { return ended.Load() > 0 })
-		want := ended.Load() + 2
-		if got := last.Load(); got != want {
-			t.Errorf("message %d was the last, want %d: queued messages are delivered before the Poll ends", got, want)
-		}
-		claimed(t, f)
-		e.EndPoll(context.Background()) // does nothing
-		f.Release(false, false)
-	}
-}
-
-// TestEndPollLate: EndPoll with the context of an ended delivery does not end another Poll.
-func TestEndPollLate(t *testing.T) {
-	e := New(50 * time.Microsecond)
-	var first context.Context
-	done := false
-	var m *memory
-	m = newMemory(true, func(n int, turn *Deliverer) {
-		switch {
-		case turn != &e.deliverer: // the loop was quicker
-			m.put(n + 1)
-		case first == nil:
-			first = Within(context.Background(), turn)
-			m.put(n + 1)
-		default:
-			done = true
-			if e.EndPoll(first); e.ended {
-				t.Error("a delivery that has ended ends another's Poll")
-			}
-		}
-	})
-	feed(t, e, m)
-	m.put(1)
-	pollUntil(t, e, func() bool { return done })
-}
-
 // TestFreeWaitsForPoll: memory that another goroutine's Poll uses is not freed.
 func TestFreeWaitsForPoll(t *testing.T) {
 	e := New(50 * time.Microsecond)
-	f := feed(t, e, newMemory(true, func(int, *Deliverer) {}))
+	f := feed(t, e, newMemory(true, func(int, bool) {}))
 	claimed(t, f)
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Millisecond)
 	defer cancel()
@@ -434,7 +296,7 @@ func TestFreeWaitsForPoll(t *testing.T) {
 func TestLeave(t *testing.T) {
 	e := New(50 * time.Microsecond)
 	var got atomic.Int64
-	m := newMemory(false, func(int, *Deliverer) { got.Add(1) })
+	m := newMemory(false, func(int, bool) { got.Add(1) })
 	f := feed(t, e, leaving{m}, FeedOptions{Polls: true})
 	waitFor(t, "sleep", f.Parked)
 	for i := range int64(100) {
@@ -467,8 +329,8 @@ func (l leaving) Take(slice time.Duration, poll bool) (int, *PeerQueue[int], Pol
 func TestPollEndsAtOnce(t *testing.T) {
 	e := New(time.Hour)
 	busy := false
-	f := NewFeed(e, newMemory(false, func(int, *Deliverer) {}), FeedOptions{Polls: true, Busy: func() bool { return busy }})
-	left := NewFeed(e, leaving{newMemory(false, func(int, *Deliverer) {})}, FeedOptions{Polls: true})
+	f := NewFeed(e, newMemory(false, func(int, bool) {}), FeedOptions{Polls: true, Busy: func() bool { return busy }})
+	left := NewFeed(e, leaving{newMemory(false, func(int, bool) {})}, FeedOptions{Polls: true})
 	e.Add(f)
 	e.Poll(func() bool { return true })
 	if f.until.Load() != 0 {
@@ -519,7 +381,7 @@ func TestPollOfParts(t *testing.T) {
 // TestStopDiscards: Stop discards the messages that are queued for a handler.
 func TestStopDiscards(t *testing.T) {
 	entered, leave := make(chan struct{}), make(chan struct{})
-	m := newMemory(false, func(n int, _ *Deliverer) {
+	m := newMemory(false, func(n int, _ bool) {
 		if n == 0 {
 			close(entered)
 			<-leave
@@ -564,7 +426,7 @@ func (s *endless) Arm(Sleeper) bool                          { return true }
 func (s *endless) Disarm()                                   {}
 func (s *endless) Sleep(Sleeper, func() bool, time.Duration) {}
 func (s *endless) Wake(Sleeper)                              {}
-func (s *endless) Deliver(int, *Deliverer)                   {}
+func (s *endless) Deliver(int, bool)                         {}
 func (s *endless) Discard(int)                               {}
 
 // TestFailingSource: the loop does not sleep on a source that cannot be slept on, but still
@@ -574,7 +436,7 @@ func TestFailingSource(t *testing.T) {
 	var failing atomic.Bool
 	failing.Store(true)
 	var got atomic.Int64
-	m := newMemory(true, func(int, *Deliverer) { got.Add(1) })
+	m := newMemory(true, func(int, bool) { got.Add(1) })
 	f := feed(t, e, m, FeedOptions{PollArmsLoop: true, CannotSleep: failing.Load})
 	for i := range int64(3) {
 		m.put(int(i))
@@ -591,7 +453,7 @@ func TestFailingSource(t *testing.T) {
 func TestPollDoesNotAllocate(t *testing.T) {
 	e := New(time.Microsecond)
 	got := 0
-	m := newMemory(true, func(int, *Deliverer) { got++ })
+	m := newMemory(true, func(int, bool) { got++ })
 	f := NewFeed(e, m, FeedOptions{Polls: true, PollArmsLoop: true})
 	e.Add(f) // without its loop
 	want := 0
@@ -625,7 +487,7 @@ func TestLookYields(t *testing.T) {
 	another := alone(t)
 	if !onceOfSome(func() bool {
 		l := &looking{memory: newMemory(true, nil), saw: make(chan bool, 1)}
-		l.deliver = func(int, *Deliverer) { l.ran = another() }
+		l.deliver = func(int, bool) { l.ran = another() }
 		f := NewFeed(New(time.Second), Source[int](l), FeedOptions{Spins: true, PollArmsLoop: true, LongPolls: true})
 		f.Start()
 		l.put(1)

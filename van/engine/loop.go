@@ -2,7 +2,6 @@ package engine
 
 import (
 	"context"
-	"errors"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -13,10 +12,6 @@ const (
 	DefaultLimit    = 500 * time.Microsecond
 	DefaultQueueCap = 65536
 )
-
-// ErrInDeliver is returned by a Stop that a delivery has called. Stop cannot
-// wait for that delivery.
-var ErrInDeliver = errors.New("engine: Stop called from a delivery")
 
 // Loop receives items and delivers them, with one goroutine at a time in the
 // receiving role. Set its fields before Start.
@@ -55,7 +50,7 @@ type Loop[T any] struct {
 	Begin func()
 
 	recv    func() (T, *PeerQueue[T], bool)
-	deliver func(T, *Deliverer)
+	deliver func(T)
 
 	// state is count<<1 | delivering. The goroutine with the receiving role increments count
 	// with each delivery, so that the watchdog can distinguish a slow delivery from a later
@@ -72,7 +67,7 @@ type Loop[T any] struct {
 
 	mu       sync.Mutex
 	quitting bool
-	runners  map[*Deliverer]struct{}
+	runners  int // goroutines that receive or deliver
 	watching bool
 	changed  chan struct{} // closed and replaced when watching or runners change
 }
@@ -84,12 +79,12 @@ type Loop[T any] struct {
 //
 // deliver delivers one item. It may block: the deliveries of other queues go
 // on. Deliveries of one queue never overlap.
-func NewLoop[T any](recv func() (item T, queue *PeerQueue[T], ok bool), deliver func(T, *Deliverer)) *Loop[T] {
+func NewLoop[T any](recv func() (item T, queue *PeerQueue[T], ok bool), deliver func(T)) *Loop[T] {
 	return &Loop[T]{
 		Limit: DefaultLimit, QueueCap: DefaultQueueCap,
 		recv: recv, deliver: deliver,
 		dog: watchdog{wake: make(chan struct{}, 1)}, quit: make(chan struct{}),
-		runners: map[*Deliverer]struct{}{}, changed: make(chan struct{}),
+		changed: make(chan struct{}),
 	}
 }
 
@@ -122,25 +117,14 @@ const (
 // Stop ends the loop and waits until no delivery runs and all goroutines of the
 // loop have ended, or until shortly after ctx ends; it then returns ctx's error. The caller
 // must make a waiting recv return, before Stop or during it. Queued items are
-// discarded. Stop may be called more than once.
-//
-// If a delivery calls Stop, with a ctx that Within has made for its Deliverer, Stop waits for
-// all deliveries that do not wait in Stop themselves, and returns ErrInDeliver. The loop
-// has ended when the calling delivery has returned. A delivery that calls Stop with another
-// ctx, or that waits for another goroutine to stop the loop, waits until that ctx ends.
+// discarded. Stop may be called more than once. A delivery that calls Stop waits for itself until ctx ends.
 func (l *Loop[T]) Stop(ctx context.Context) error {
 	l.stopped.Store(true)
-	self := delivererOf(ctx)
 	l.mu.Lock()
 	l.quitLocked()
-	_, inside := l.runners[self]
-	if inside {
-		self.stopping = true
-		l.changedLocked()
-	}
 	ended, left := ctx.Done(), lastTicks
 	var tick <-chan time.Time
-	for !l.settledLocked(inside) {
+	for l.watching || l.runners > 0 {
 		changed := l.changed
 		l.mu.Unlock()
 		select {
@@ -155,9 +139,6 @@ func (l *Loop[T]) Stop(ctx context.Context) error {
 		l.mu.Lock()
 	}
 	l.mu.Unlock()
-	if inside {
-		return ErrInDeliver
-	}
 	return nil
 }
 
@@ -166,18 +147,6 @@ func (l *Loop[T]) Ticks() uint64 { return l.dog.ticks.Load() }
 
 // Pauses returns the number of pauses of queues.
 func (l *Loop[T]) Pauses() uint64 { return l.pauses.Load() }
-
-func (l *Loop[T]) settledLocked(inside bool) bool {
-	if l.watching {
-		return false
-	}
-	for t := range l.runners {
-		if !inside || !t.stopping {
-			return false
-		}
-	}
-	return true
-}
 
 func (l *Loop[T]) quitLocked() {
 	if !l.quitting {
@@ -193,14 +162,13 @@ func (l *Loop[T]) changedLocked() {
 
 // spawn starts a goroutine in the receiving role. The caller holds l.mu.
 func (l *Loop[T]) spawn(count uint64) {
-	by := new(Deliverer)
-	l.runners[by] = struct{}{}
+	l.runners++
 	go func() {
-		defer l.leave(by)
+		defer l.leave()
 		if l.Begin != nil {
 			l.Begin()
 		}
-		l.run(count, by)
+		l.run(count)
 	}()
 }
 
@@ -229,15 +197,15 @@ func (l *Loop[T]) takeOver(busy uint64) {
 	}
 }
 
-func (l *Loop[T]) leave(t *Deliverer) {
+func (l *Loop[T]) leave() {
 	l.mu.Lock()
-	delete(l.runners, t)
+	l.runners--
 	l.changedLocked()
 	l.mu.Unlock()
 }
 
 // run receives and delivers until it loses the receiving role or the loop ends.
-func (l *Loop[T]) run(count uint64, by *Deliverer) {
+func (l *Loop[T]) run(count uint64) {
 	var last *PeerQueue[T]
 	for !l.stopped.Load() {
 		item, queue, ok := l.recv()
@@ -264,10 +232,10 @@ func (l *Loop[T]) run(count uint64, by *Deliverer) {
 		if l.dog.parked.Load() {
 			l.dog.unpark()
 		}
-		l.deliver(item, by)
+		l.deliver(item)
 		queue.done()
 		if !l.state.CompareAndSwap(busy, busy-1) {
-			l.drain(queue, by)
+			l.drain(queue)
 			return
 		}
 	}
@@ -294,7 +262,7 @@ func (l *Loop[T]) enqueue(queue *PeerQueue[T], item T) bool {
 }
 
 // drain delivers the items of queue until it is empty.
-func (l *Loop[T]) drain(queue *PeerQueue[T], by *Deliverer) {
+func (l *Loop[T]) drain(queue *PeerQueue[T]) {
 	for {
 		item, ok := l.pop(queue)
 		switch {
@@ -303,7 +271,7 @@ func (l *Loop[T]) drain(queue *PeerQueue[T], by *Deliverer) {
 		case l.stopped.Load():
 			l.discard(queue, item)
 		default:
-			l.deliver(item, by)
+			l.deliver(item)
 			queue.done()
 		}
 	}

@@ -98,7 +98,7 @@ func TestOrderPerLaneWithSlowHandlers(t *testing.T) {
 	left.Store(peers * each)
 	done := make(chan struct{})
 	src := newSource()
-	l := NewLoop(src.recv, func(it item, _ *Deliverer) {
+	l := NewLoop(src.recv, func(it item) {
 		if inside[it.peer].Swap(true) {
 			fail("two deliveries of queue %d at once", it.peer)
 		}
@@ -137,7 +137,7 @@ func TestOtherLanesGoOnWhileOneBlocks(t *testing.T) {
 	const n = 1000
 	src := newSource()
 	drained := make(chan struct{})
-	l := NewLoop(src.recv, func(it item, _ *Deliverer) {
+	l := NewLoop(src.recv, func(it item) {
 		if it.peer == 0 {
 			order = append(order, it.seq)
 			if it.seq == 0 {
@@ -175,7 +175,7 @@ func TestFullLanePausesWithoutLoss(t *testing.T) {
 	release := make(chan struct{})
 	var got atomic.Int64
 	src := &source{c: make(chan item), closed: make(chan struct{})}
-	l := NewLoop(src.recv, func(it item, _ *Deliverer) {
+	l := NewLoop(src.recv, func(it item) {
 		if it.seq == 0 {
 			<-release
 		}
@@ -204,7 +204,7 @@ func TestStopDiscardsWhatWaits(t *testing.T) {
 	release, entered := make(chan struct{}), make(chan struct{})
 	var delivered, discarded atomic.Int64
 	src := &source{c: make(chan item), closed: make(chan struct{})}
-	l := NewLoop(src.recv, func(it item, _ *Deliverer) {
+	l := NewLoop(src.recv, func(it item) {
 		delivered.Add(1)
 		close(entered)
 		<-release
@@ -238,7 +238,7 @@ func TestStopInTheLastMoment(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	entered := make(chan struct{})
-	l := NewLoop(src.recv, func(item, *Deliverer) {
+	l := NewLoop(src.recv, func(item) {
 		close(entered)
 		<-ctx.Done()
 	})
@@ -256,84 +256,9 @@ func TestStopInTheLastMoment(t *testing.T) {
 	stop(t, l, src)
 }
 
-func TestStopFromDeliveries(t *testing.T) {
-	var a, b PeerQueue[item]
-	src := newSource()
-	errs := make(chan error, 2)
-	both, stopped := sync.WaitGroup{}, sync.WaitGroup{}
-	both.Add(2)
-	stopped.Add(2)
-	var l *Loop[item]
-	l = NewLoop(src.recv, func(it item, turn *Deliverer) {
-		defer stopped.Wait() // neither has ended when the other one's Stop returns
-		defer stopped.Done()
-		both.Done()
-		both.Wait() // so that two deliveries call Stop
-		src.close()
-		ctx, cancel := context.WithTimeout(context.Background(), deadline)
-		defer cancel()
-		errs <- errors.Join(l.Stop(Within(ctx, turn)), ctx.Err())
-	})
-	l.Start()
-	src.c <- item{&a, 0, 0}
-	src.c <- item{&b, 1, 0}
-	for range 2 {
-		if err := <-errs; !errors.Is(err, ErrInDeliver) || errors.Is(err, context.DeadlineExceeded) {
-			t.Errorf("Stop in a delivery: %v, want %v before the deadline", err, ErrInDeliver)
-		}
-	}
-	stop(t, l, src)
-	waitFor(t, "end of the loop's goroutines", func() bool { return goroutines() == 0 })
-}
-
-// TestStopWaitsForOthers: a delivery that calls Stop waits for a delivery that does not.
-func TestStopWaitsForOthers(t *testing.T) {
-	var a, b PeerQueue[item]
-	src := newSource()
-	var ended atomic.Bool
-	stopped := make(chan error, 1)
-	both := sync.WaitGroup{}
-	both.Add(2)
-	var l *Loop[item]
-	l = NewLoop(src.recv, func(it item, turn *Deliverer) {
-		both.Done()
-		both.Wait()
-		if it.peer == 0 {
-			src.close()
-			ctx, cancel := context.WithTimeout(context.Background(), deadline)
-			defer cancel()
-			err := l.Stop(Within(ctx, turn))
-			if !ended.Load() {
-				t.Error("Stop has not waited for the other delivery")
-			}
-			stopped <- errors.Join(err, ctx.Err())
-			return
-		}
-		// Until the other delivery waits for this one only.
-		waitFor(t, "Stop", func() bool {
-			l.mu.Lock()
-			defer l.mu.Unlock()
-			return !l.watching
-		})
-		l.mu.Lock()
-		if l.settledLocked(true) {
-			t.Error("Stop does not wait for the other delivery")
-		}
-		l.mu.Unlock()
-		ended.Store(true)
-	})
-	l.Start()
-	src.c <- item{&a, 0, 0}
-	src.c <- item{&b, 1, 0}
-	if err := <-stopped; !errors.Is(err, ErrInDeliver) || errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("Stop in a delivery: %v, want %v before the deadline", err, ErrInDeliver)
-	}
-	stop(t, l, src)
-}
-
 func TestLoopEndsWhenRecvDoes(t *testing.T) {
 	src := newSource()
-	l := NewLoop(src.recv, func(item, *Deliverer) {})
+	l := NewLoop(src.recv, func(item) {})
 	l.Start()
 	src.close()
 	waitFor(t, "end of the loop", func() bool { return goroutines() == 0 })
@@ -347,7 +272,7 @@ func TestLoopEndsWhenRecvDoes(t *testing.T) {
 // TestStartAfterStop: a loop that was stopped before Start does not start.
 func TestStartAfterStop(t *testing.T) {
 	src := newSource()
-	l := NewLoop(src.recv, func(item, *Deliverer) {})
+	l := NewLoop(src.recv, func(item) {})
 	var begun atomic.Int32
 	l.Begin = func() { begun.Add(1) }
 	stop(t, l, src)
@@ -362,7 +287,7 @@ func TestIdleLoopDoesNotTick(t *testing.T) {
 	var queue PeerQueue[item]
 	src := newSource()
 	got := make(chan struct{}, 1)
-	l := NewLoop(src.recv, func(item, *Deliverer) { got <- struct{}{} })
+	l := NewLoop(src.recv, func(item) { got <- struct{}{} })
 	l.Start()
 	idle := func() {
 		t.Helper()
@@ -412,7 +337,7 @@ func TestStuckAfterCalm(t *testing.T) {
 	var stuck, free PeerQueue[item]
 	src := newSource()
 	release, got := make(chan struct{}), make(chan struct{})
-	l := NewLoop(src.recv, func(it item, _ *Deliverer) {
+	l := NewLoop(src.recv, func(it item) {
 		if it.queue == &stuck {
 			<-release
 			return
@@ -437,7 +362,7 @@ func TestNoAllocationPerItem(t *testing.T) {
 	var queue PeerQueue[item]
 	src := newSource()
 	ack := make(chan struct{})
-	l := NewLoop(src.recv, func(item, *Deliverer) { ack <- struct{}{} })
+	l := NewLoop(src.recv, func(item) { ack <- struct{}{} })
 	l.Start()
 	n := testing.AllocsPerRun(2000, func() {
 		src.c <- item{&queue, 0, 0}
@@ -452,7 +377,7 @@ func TestNoAllocationPerItem(t *testing.T) {
 func TestQueuedItemsDoNotAllocate(t *testing.T) {
 	var queue PeerQueue[item]
 	queue.slow.Store(true)
-	l := NewLoop(nil, func(item, *Deliverer) {})
+	l := NewLoop(nil, func(item) {})
 	l.Budget, l.Weight = NewBudget(1<<20, 1<<20), func(item) int { return 1000 }
 	n := testing.AllocsPerRun(100, func() {
 		for range 16 {
@@ -475,7 +400,7 @@ func TestLongQueue(t *testing.T) {
 	for n, keeps := range map[int]bool{keepRing: true, keepRing + 1: false} {
 		var queue PeerQueue[item]
 		queue.slow.Store(true)
-		l := NewLoop(nil, func(item, *Deliverer) {})
+		l := NewLoop(nil, func(item) {})
 		for i := range n {
 			l.push(&queue, item{seq: i})
 		}
@@ -496,7 +421,7 @@ func BenchmarkLoop(b *testing.B) {
 	l := NewLoop(func() (item, *PeerQueue[item], bool) {
 		n++
 		return item{}, &queue, n <= b.N
-	}, func(item, *Deliverer) {})
+	}, func(item) {})
 	b.ReportAllocs()
 	b.ResetTimer()
 	l.Start()

@@ -78,13 +78,6 @@ func (l *Loop[T]) push(queue *PeerQueue[T], v T) (slow, full bool) {
 	return true, full
 }
 
-// setSlow assigns the queue to a goroutine without the receiving role, which drains it later.
-func (q *PeerQueue[T]) setSlow() {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.slow.Store(true)
-}
-
 func (q *PeerQueue[T]) put(w waiting[T]) {
 	if q.n == len(q.ring) {
 		q.grow()

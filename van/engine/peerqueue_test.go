@@ -25,7 +25,7 @@ func TestPeerQueueModel(t *testing.T) {
 		}
 		loops := [2]*Loop[waits]{}
 		for i := range loops { // which share a budget
-			l := NewLoop(func() (waits, *PeerQueue[waits], bool) { return waits{}, nil, false }, func(waits, *Deliverer) {})
+			l := NewLoop(func() (waits, *PeerQueue[waits], bool) { return waits{}, nil, false }, func(waits) {})
 			l.QueueCap, l.Budget = []int{4, 8, 100}[rng.IntN(3)], budget
 			if rng.IntN(4) > 0 {
 				l.Weight = func(x waits) int { return x.bytes }
@@ -54,7 +54,7 @@ func TestPeerQueueModel(t *testing.T) {
 			queue, l := &peerQueues[i], loops[i%2]
 			switch rng.IntN(6) {
 			case 0:
-				queue.setSlow()
+				queue.slow.Store(true)
 				fmt.Fprintln(w, "slow", i)
 			case 1, 2, 3:
 				x := waits{seq, rng.IntN(200)}

@@ -485,43 +485,6 @@ func TestPendingCopies(t *testing.T) {
 	}
 }
 
-// TestCloseInPoll: a delivery of a Poll may close the van.
-func TestCloseInPoll(t *testing.T) {
-	n := inproc.NewNetwork()
-	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, nil)
-	closed := make(chan error, 1)
-	var once sync.Once
-	worker.Start(func(m *van.Message) {
-		once.Do(func() {
-			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
-			defer cancel()
-			begun := time.Now()
-			err := worker.Close(engine.Within(ctx, m.Deliverer))
-			if d := time.Since(begun); d > 10*time.Second {
-				t.Errorf("Close took %s", d)
-			}
-			closed <- err
-		})
-	})
-	server.echoing()
-	worker.connect(server)
-	server.connect(worker)
-	for i := 0; len(closed) == 0; i++ {
-		if err := worker.Send(data(8, i, []byte("x"))); err != nil {
-			break
-		}
-		worker.engine.Poll(func() bool { return false })
-	}
-	if err := <-closed; err != nil {
-		t.Error(err)
-	}
-	worker.peers.Mu.Lock()
-	defer worker.peers.Mu.Unlock()
-	if n := len(worker.peers.Ins()); worker.own.bell.bell != nil || n != 0 {
-		t.Errorf("the end of the Poll has left %d links and a bell", n)
-	}
-}
-
 // TestCopyAfterPoll: if a Poll has begun a copy and ended before it, the loop polls for its end, although the loop
 // slept when it began, and would sleep for an hour.
 func TestCopyAfterPoll(t *testing.T) {
@@ -535,7 +498,7 @@ func TestCopyAfterPoll(t *testing.T) {
 			defer close(polled)
 			var once sync.Once
 			for server.copies.running.Load() == 0 {
-				server.engine.Poll(func() bool {
+				server.tx.engine.Poll(func() bool {
 					once.Do(func() { close(polls) })
 					return server.copies.running.Load() > 0
 				})

@@ -60,7 +60,7 @@ func TestPoll(t *testing.T) {
 				worker.must(data(8, i, []byte("x")))
 				done := func() bool { return got.Load() > int64(i) }
 				if i%3 != 0 {
-					worker.engine.Poll(done)
+					worker.tx.engine.Poll(done)
 				}
 				for end := time.After(limit); !done(); {
 					select {
@@ -97,7 +97,7 @@ func TestPollsAtOnce(t *testing.T) {
 					errs <- err
 					return
 				}
-				worker.engine.Poll(func() bool { return len(answers[c]) > 0 })
+				worker.tx.engine.Poll(func() bool { return len(answers[c]) > 0 })
 				select {
 				case got := <-answers[c]:
 					if int(got) != ts {
@@ -142,7 +142,7 @@ func TestMixed(t *testing.T) {
 	for i := range 500 {
 		for _, id := range []int{8, 10} {
 			worker.must(data(id, i, []byte("x")))
-			worker.engine.Poll(func() bool { return len(worker.in) > 0 })
+			worker.tx.engine.Poll(func() bool { return len(worker.in) > 0 })
 			m := worker.next()
 			if m.Sender != id || int(m.Timestamp) != i {
 				t.Fatalf("answer %d of %d, want %d of %d", m.Timestamp, m.Sender, i, id)

@@ -120,7 +120,7 @@ func (r *receiver) Wake(s engine.Sleeper) { r.self.bell.wake(waiterOf(s)) }
 
 // Deliver implements engine.Source: it reads the parts that are still in the sender's memory, and hands up the
 // message.
-func (r *receiver) Deliver(p *inbound, turn *engine.Deliverer) {
+func (r *receiver) Deliver(p *inbound, inPoll bool) {
 	c := r.in
 	if p.in.fenced.Load() {
 		c.stats.fenced.Add(1)
@@ -133,7 +133,7 @@ func (r *receiver) Deliver(p *inbound, turn *engine.Deliverer) {
 		return
 	}
 	c.adopt(p)
-	p.msg.Deliverer = turn
+	p.msg.InPoll = inPoll
 	c.stats.received(p.msg.PayloadLen())
 	r.deliver(&p.msg)
 	p.msg.Release()

@@ -27,7 +27,6 @@ type Van struct {
 	cfg     *env.Config
 	log     *slog.Logger
 	backend backend.Backend
-	engine  *engine.Engine
 	stats   stats
 
 	own      endpoint
@@ -91,7 +90,7 @@ func New(in van.Van, o van.Options) *Van {
 
 // receiveWith makes v a source of e.
 func (v *Van) receiveWith(e *engine.Engine) {
-	v.engine, v.tx.engine = e, e
+	v.tx.engine = e
 	v.rx.feed = engine.NewFeed(e, &v.receiver, engine.FeedOptions{Polls: true, Spins: true, PollArmsLoop: true, DetectsBusyCores: true})
 	v.receiver.limit(v.cfg)
 }
@@ -418,7 +417,6 @@ func (v *Van) Stats() van.Stats {
 
 // Close implements van.Van.
 func (v *Van) Close(ctx context.Context) error {
-	v.engine.EndPoll(ctx)
 	p := v.peers
 	first := p.BeginClose()
 	p.Mu.Lock()
@@ -439,9 +437,7 @@ func (v *Van) Close(ctx context.Context) error {
 	}
 	var err error
 	if started {
-		if err = v.rx.feed.Stop(stop); errors.Is(err, engine.ErrInDeliver) {
-			err = nil
-		}
+		err = v.rx.feed.Stop(stop)
 	}
 	v.acceptor.closeConns()
 	p.WG.Wait()

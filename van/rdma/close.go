@@ -29,7 +29,6 @@ const (
 // Close ends everything. It first waits for queued messages to be sent, until ctx ends or for maxLinger. If a function of the
 // application does not return, Close returns an error, and the devices are closed when that function has returned.
 func (v *rvan) Close(ctx context.Context) error {
-	v.delivery.engine.EndPoll(ctx)
 	v.mu.Lock()
 	if v.closed.Swap(true) {
 		v.mu.Unlock()
@@ -67,7 +66,7 @@ func (v *rvan) Close(ctx context.Context) error {
 		}
 		v.wg.Wait()
 		close(tornDown)
-		v.stopDevices(context.WithoutCancel(ctx)) // without the deadline, but with the delivery that calls Close, if any
+		v.stopDevices()
 	}()
 	select {
 	case <-tornDown:
@@ -99,12 +98,12 @@ func (v *rvan) Close(ctx context.Context) error {
 }
 
 // stopDevices ends the loops of the devices, and waits for the Polls that use the devices.
-func (v *rvan) stopDevices(ctx context.Context) {
+func (v *rvan) stopDevices() {
 	v.mu.Lock()
 	v.delivery.noMoreDevices = true
 	v.mu.Unlock()
 	for _, d := range *v.tables.devices.Load() {
-		d.stop(ctx)
+		d.stop()
 	}
 }
 

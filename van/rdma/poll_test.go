@@ -174,8 +174,8 @@ func TestPollOfWorkers(t *testing.T) {
 func TestPollLeavesToLoop(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
-	turns := make(chan *engine.Deliverer, 1)
-	p.worker.delivery.recv = func(m *van.Message) { turns <- m.Deliverer }
+	turns := make(chan bool, 1)
+	p.worker.delivery.recv = func(m *van.Message) { turns <- m.InPoll }
 	var stop atomic.Bool
 	var polls sync.WaitGroup
 	polls.Go(func() {

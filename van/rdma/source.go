@@ -181,8 +181,8 @@ func (d *device) Sleep(_ engine.Sleeper, arm func() bool, _ time.Duration) {
 func (d *device) Wake(engine.Sleeper) { d.dev.Wake() }
 
 // Deliver implements engine.Source.
-func (d *device) Deliver(m *van.Message, turn *engine.Deliverer) {
-	m.Deliverer = turn
+func (d *device) Deliver(m *van.Message, inPoll bool) {
+	m.InPoll = inPoll
 	d.v.delivery.recv(m)
 	m.Release()
 }
@@ -216,11 +216,10 @@ func (v *rvan) movedBulk() bool {
 	return v.cfg.BusyPoll != env.SpinForever && n-v.delivery.movedBytes.Swap(n) > pollBulk
 }
 
-// stop ends the loop, and waits for the Poll that uses the device. ctx has no deadline, and may be that of the delivery that closes the
-// van.
-func (d *device) stop(ctx context.Context) {
-	_ = d.feed.Stop(ctx) // its only error is engine.ErrInDeliver
-	_ = d.feed.Free(ctx, func() {
+// stop ends the loop, and waits for the Poll that uses the device.
+func (d *device) stop() {
+	_ = d.feed.Stop(context.Background()) // without a deadline there are no errors
+	_ = d.feed.Free(context.Background(), func() {
 		for d.ready.Len() > 0 {
 			d.ready.Take().msg.Release()
 		}

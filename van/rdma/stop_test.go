@@ -1,7 +1,6 @@
 package rdma
 
 import (
-	"context"
 	"testing"
 )
 
@@ -14,7 +13,7 @@ func TestStopReleasesWhatHasCome(t *testing.T) {
 	for range 3 {
 		d.ready.Put(d.pool.get())
 	}
-	d.stop(context.Background())
+	d.stop()
 	if n, free := d.ready.Len(), len(d.pool.free); n != 0 || free != 3 {
 		t.Errorf("%d messages are in hand and %d have been released, want 0 and 3", n, free)
 	}

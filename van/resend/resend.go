@@ -16,7 +16,6 @@ import (
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/engine"
 )
 
 // Defaults of Options; those of ps-lite where it has them.
@@ -187,7 +186,6 @@ func (v *Van) Disconnect(id int) {
 // Close implements van.Van. It first waits for acknowledgements, no longer than
 // Options.CloseWait.
 func (v *Van) Close(ctx context.Context) error {
-	engine.EndPoll(ctx)
 	v.closing.Do(func() {
 		v.kept.mu.Lock()
 		v.kept.closed = true

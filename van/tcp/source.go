@@ -251,7 +251,7 @@ func (s *source) Wake(engine.Sleeper) {
 }
 
 // Deliver implements engine.Source.
-func (s *source) Deliver(p *inbound, turn *engine.Deliverer) {
+func (s *source) Deliver(p *inbound, inPoll bool) {
 	c := p.conn
 	c.mu.Lock()
 	fenced := c.fenced
@@ -268,7 +268,7 @@ func (s *source) Deliver(p *inbound, turn *engine.Deliverer) {
 		return
 	}
 	s.n.adopt(p)
-	p.msg.Deliverer = turn
+	p.msg.InPoll = inPoll
 	s.n.stats.received(p.size())
 	s.deliver(&p.msg)
 	p.msg.Release()

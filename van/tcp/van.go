@@ -332,7 +332,6 @@ const stopTime = 200 * time.Millisecond
 
 // Close implements van.Van.
 func (v *Van) Close(ctx context.Context) error {
-	v.engine.EndPoll(ctx)
 	p := v.peers
 	if !p.BeginClose() || !v.source.isOpen.Load() {
 		return v.inner.Close(ctx)
@@ -348,9 +347,7 @@ func (v *Van) Close(ctx context.Context) error {
 	}
 	var err error
 	if v.started {
-		if err = v.source.feed.Stop(stop); errors.Is(err, engine.ErrInDeliver) {
-			err = nil
-		}
+		err = v.source.feed.Stop(stop)
 	}
 	if err == nil {
 		if v.source.feed.Free(stop, v.free) != nil {

@@ -48,14 +48,10 @@ func newReceiver(in *intake, s *socket, peer *conn, spins, polls bool) *receiver
 	return r
 }
 
-// stop ends the loop and waits for a running handler, unless the handler is the
-// caller. It returns ctx's error if the handler runs longer.
+// stop ends the loop and waits for a running handler. It returns ctx's error if the handler runs longer.
 func (r *receiver) stop(ctx context.Context) error {
 	r.sock.stop()
 	err := r.feed.Stop(ctx)
-	if errors.Is(err, engine.ErrInDeliver) {
-		err = nil
-	}
 	// After Stop no goroutine receives into next, even if a handler of the loop still runs.
 	err = errors.Join(err, r.feed.Free(ctx, func() { r.pool.Free(r.next) }))
 	r.pool.close()
@@ -118,8 +114,8 @@ func (r *receiver) Sleep(_ engine.Sleeper, arm func() bool, _ time.Duration) { r
 func (r *receiver) Wake(engine.Sleeper) { r.sock.wake() }
 
 // Deliver implements engine.Source.
-func (r *receiver) Deliver(msg *van.Message, turn *engine.Deliverer) {
-	msg.Deliverer = turn
+func (r *receiver) Deliver(msg *van.Message, inPoll bool) {
+	msg.InPoll = inPoll
 	r.in.recv(msg)
 	r.Discard(msg)
 }

@@ -225,7 +225,6 @@ func (v *zvan) Start(recv van.Receiver) {
 
 // Close stops the van. It waits for sent messages to be written until ctx ends, at most maxLinger.
 func (v *zvan) Close(ctx context.Context) error {
-	v.engine.EndPoll(ctx)
 	v.mu.Lock()
 	if v.closed.Swap(true) {
 		v.mu.Unlock()

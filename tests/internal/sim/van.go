@@ -2,7 +2,6 @@ package sim
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net"
 	"slices"
@@ -457,9 +456,8 @@ func (v *node) inLane(p *packet) {
 	}
 }
 
-func (v *node) deliver(p *packet, turn *engine.Deliverer) {
+func (v *node) deliver(p *packet) {
 	p.waits.Add(-p.size)
-	p.msg.Deliverer = turn
 	v.recv(&p.msg)
 	p.msg.Release()
 }
@@ -509,9 +507,6 @@ func (v *node) Close(ctx context.Context) error {
 func (v *node) halt(ctx context.Context) error {
 	v.once.Do(func() { close(v.quit) })
 	err := v.loop.Stop(ctx)
-	if errors.Is(err, engine.ErrInDeliver) {
-		return nil
-	}
 	if err != nil {
 		return &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Detail: "a receiver still runs", Err: err}
 	}
