@@ -38,14 +38,10 @@ func (v *node) recvBuffers() map[bufferKey]backend.Mem {
 	return m
 }
 
-// RegisterRecvBuffer implements van.BufferRegistrar. With PS_RESEND it does nothing: a repeated message must not reach the buffer before
-// van/resend has recognized it.
+// RegisterRecvBuffer implements van.BufferRegistrar.
 func (v *node) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error {
 	if dst.Len() == 0 {
 		return fmt.Errorf("register receive buffer: %w: 0 bytes for key %d of %s", van.ErrInvalid, key, van.NodeName(sender))
-	}
-	if v.cfg.Resend {
-		return nil
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()

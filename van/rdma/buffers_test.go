@@ -241,27 +241,6 @@ func TestBufferAnnouncedWhileWaiting(t *testing.T) {
 	p.end()
 }
 
-// TestBufferWithResend: with PS_RESEND no value reaches a receive buffer in the transport, since it may be that of a repeated message.
-func TestBufferWithResend(t *testing.T) {
-	r := newRig(t)
-	w, s := r.pair(func(c *env.Config) { c.Resend = true })
-	buffer := make([]byte, 70000)
-	if err := s.RegisterRecvBuffer(9, 1, backend.Bytes(buffer)); err != nil {
-		t.Fatal(err)
-	}
-	for i, n := range []int{70000, 70000, 100} {
-		w.must(push(s, 1, i, value(n, 1)))
-		m := s.next()
-		if m.Placed || m.Vals.Len() != n {
-			t.Errorf("%d bytes are placed: %t", m.Vals.Len(), m.Placed)
-		}
-		m.Release()
-	}
-	if slices.Max(buffer) != 0 {
-		t.Error("the buffer was written")
-	}
-}
-
 // TestUnusableBuffer: a buffer that the device refuses is tried once. Values of its key are copied there.
 func TestUnusableBuffer(t *testing.T) {
 	r := newRig(t)
