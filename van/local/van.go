@@ -34,14 +34,13 @@ type Van struct {
 	none     error // why this van makes no links; nil if it does
 	dests    *landing.Table
 	copies   copies
-	peers    *peers // its Mu guards none and started, too
+	peers    *peers // its Mu guards none, too
 	rx       inCommon
 	tx       outCommon
 	receiver receiver
 	dialer   dialer
 	acceptor acceptor
 
-	started bool
 	closing atomic.Bool // Send fails
 }
 
@@ -159,7 +158,6 @@ func (v *Van) Start(recv van.Receiver) {
 	v.peers.Mu.Lock()
 	v.receiver.deliver = recv
 	start := v.acceptor.listener != nil && !v.peers.ClosedLocked()
-	v.started = start
 	v.peers.Mu.Unlock()
 	v.inner.Start(func(m *van.Message) {
 		if !m.IsControl() && v.peers.Marked(m) {
@@ -420,7 +418,7 @@ func (v *Van) Close(ctx context.Context) error {
 	p := v.peers
 	first := p.BeginClose()
 	p.Mu.Lock()
-	listener, started := v.acceptor.listener, v.started
+	listener := v.acceptor.listener
 	p.Mu.Unlock()
 	if !first || listener == nil {
 		return v.inner.Close(ctx)
@@ -435,10 +433,7 @@ func (v *Van) Close(ctx context.Context) error {
 	if ctx.Err() == nil {
 		stop = ctx
 	}
-	var err error
-	if started {
-		err = v.rx.feed.Stop(stop)
-	}
+	err := v.rx.feed.Stop(stop)
 	v.acceptor.closeConns()
 	p.WG.Wait()
 	if err == nil {

@@ -31,7 +31,6 @@ type Van struct {
 	acceptor acceptor
 	source   source
 	port     int // where the node accepts data; 0: nowhere
-	started  bool
 	closing  atomic.Bool
 }
 
@@ -134,7 +133,6 @@ func (v *Van) Start(recv van.Receiver) {
 		recv(m)
 	})
 	if v.source.isOpen.Load() {
-		v.started = true
 		v.source.feed.Start()
 	}
 }
@@ -345,10 +343,7 @@ func (v *Van) Close(ctx context.Context) error {
 	if ctx.Err() == nil {
 		stop = ctx
 	}
-	var err error
-	if v.started {
-		err = v.source.feed.Stop(stop)
-	}
+	err := v.source.feed.Stop(stop)
 	if err == nil {
 		if v.source.feed.Free(stop, v.free) != nil {
 			v.own.log.Warn("a Poll still receives: its memory is kept")
