@@ -107,7 +107,7 @@ func (p connector) connected(l *link) {
 	p.notifying.Unlock()
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	l.probeDue.Run = func(now uint64, _ bool) bool { return p.probeLink(l, now) }
+	l.probeDue.Run = func(uint64) { p.probeLink(l) }
 	l.device.probes.Add(&l.probeDue)
 	if l.native {
 		l.sendUp(lost && same)

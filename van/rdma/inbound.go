@@ -304,10 +304,9 @@ func (in *inbound) sendCredits() {
 	in.owed.count.Store(0)
 }
 
-// tick sends the credits that no message has carried since the last housekeeping, and checks a slot that may have been overwritten. It reports
-// whether it sent credits.
-func (in *inbound) tick(now uint64, _ bool) (sent bool) {
-	if sent = in.owed.count.Load() > 0; sent {
+// tick sends the credits that no message has carried since the last housekeeping, and checks a slot that may have been overwritten.
+func (in *inbound) tick(now uint64) {
+	if in.owed.count.Load() > 0 {
 		in.mu.Lock()
 		in.sendCredits()
 		in.mu.Unlock()
@@ -318,15 +317,14 @@ func (in *inbound) tick(now uint64, _ bool) (sent bool) {
 	if in.slots.overwritten.Load() {
 		in.device.active.Add(&in.activeDue)
 	}
-	return sent
 }
 
 // probe probes the connection if it is idle.
-func (in *inbound) probe(uint64, bool) bool {
+func (in *inbound) probe(uint64) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	if in.closed || in.failed.Load() {
-		return false
+		return
 	}
 	in.device.probes.Add(&in.probeDue)
 	if in.sends != nil && in.sends.Idle() {
@@ -334,7 +332,6 @@ func (in *inbound) probe(uint64, bool) bool {
 			in.fail(asLost(err))
 		}
 	}
-	return false
 }
 
 func (in *inbound) name() string { return in.handshake.name() }

@@ -131,11 +131,11 @@ func (p *peer) flush() {
 }
 
 // probeLink probes l if it is idle: a node that waits for an answer sends nothing, so it would not notice a broken connection.
-func (p *peer) probeLink(l *link, now uint64) bool {
+func (p *peer) probeLink(l *link) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link != l {
-		return false
+		return
 	}
 	l.device.probes.Add(&l.probeDue)
 	if l.queue.Idle() {
@@ -143,7 +143,6 @@ func (p *peer) probeLink(l *link, now uint64) bool {
 			l.fail(asLost(err))
 		}
 	}
-	return false
 }
 
 // waiting reports whether messages wait for a slot or for the link, or slots are to be returned. p.mu is held.

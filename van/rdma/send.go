@@ -268,12 +268,12 @@ func (p *peer) need(o *outgoing) rendezvous.Need {
 	return p.link.dialect.need(o)
 }
 
-// tick runs every few milliseconds while something waits. It reports whether something still does.
-func (p *peer) tick(now uint64, _ bool) bool {
+// tick runs every few milliseconds while something waits.
+func (p *peer) tick(now uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link == nil || !p.waiting() {
-		return false
+		return
 	}
 	if time.Duration(now-p.tickedAt) >= tickTime { // a loop that spins calls tick often
 		p.tickedAt = now
@@ -282,5 +282,4 @@ func (p *peer) tick(now uint64, _ bool) bool {
 		p.pump()
 	}
 	p.flush()
-	return p.waiting()
 }

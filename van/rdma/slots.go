@@ -51,7 +51,7 @@ func (in slotSet) handleSlotRequest(b []byte) {
 }
 
 // retryRequests tries the pending slot requests again.
-func (in slotSet) retryRequests(now uint64, _ bool) bool {
+func (in slotSet) retryRequests(now uint64) {
 	for k := range in.slots.waiting {
 		in.mu.Lock()
 		all := in.slots.waiting[k]
@@ -84,7 +84,6 @@ func (in slotSet) retryRequests(now uint64, _ bool) bool {
 			in.mu.Unlock()
 		}
 	}
-	return true
 }
 
 // grant makes a slot, or refuses it, and replies to the peer. With an error the request has to wait: rendezvous.ErrNoSlot,

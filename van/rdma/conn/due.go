@@ -19,9 +19,8 @@ type DueQueue struct {
 
 // DueItem is a task of a connection.
 type DueItem struct {
-	// Run performs the task. early is set before the loop sleeps, so that tasks that are due soon run now. Run reports whether there
-	// was something to do. If more is to be done later, it adds the item again.
-	Run    func(now uint64, early bool) bool
+	// Run performs the task. If more is to be done later, it adds the item again.
+	Run    func(now uint64)
 	queued atomic.Bool
 	at     uint64
 	next   *DueItem
@@ -64,8 +63,8 @@ func (q *DueQueue) collect() {
 	q.last = newest
 }
 
-// Run runs the items that are due, and reports whether any of them had something to do.
-func (q *DueQueue) Run(now uint64, early bool) (did bool) {
+// Run runs the items that are due, and with early those that are due later, too: the loop is about to sleep.
+func (q *DueQueue) Run(now uint64, early bool) {
 	q.collect()
 	for q.first != nil && (early || q.first.at <= now) {
 		x := q.first
@@ -74,9 +73,8 @@ func (q *DueQueue) Run(now uint64, early bool) (did bool) {
 		}
 		x.next = nil
 		x.queued.Store(false) // before Run, which may add x again
-		did = x.Run(now, early) || did
+		x.Run(now)
 	}
-	return did
 }
 
 // Empty reports whether the queue has no items.
