@@ -304,13 +304,6 @@ func (q *streams) CopyRecord(dst, src backend.Mem, s uintptr, e backend.Event) e
 	return e.Record(s)
 }
 
-// WaitEvent implements backend.AsyncCopier.
-func (q *streams) WaitEvent(s uintptr, e backend.Event) error {
-	mark := e.(*event).latest()
-	q.Queue(s, func() { <-mark })
-	return nil
-}
-
 // Idle implements backend.StreamIdler.
 func (q *streams) Idle(s uintptr) (bool, error) {
 	q.mu.Lock()

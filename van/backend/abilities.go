@@ -51,8 +51,6 @@ type AsyncCopier interface {
 	// CopyRecord is CopyAsync, and e.Record behind it, at the price of less than both. Its error does not report whether the copy
 	// is queued. e is of this backend.
 	CopyRecord(dst, src Mem, stream uintptr, e Event) error
-	// WaitEvent makes stream wait for e's latest Record. e is of this backend.
-	WaitEvent(stream uintptr, e Event) error
 }
 
 // StreamIdler is implemented by backends that can tell whether all work queued on a stream

@@ -587,15 +587,6 @@ func (f *fakeDriver) eventQuery(e uintptr) error {
 	return nil
 }
 
-func (f *fakeDriver) streamWaitEvent(s, e uintptr) error {
-	m := f.mark(e)
-	return f.queue("streamWaitEvent", s, func() {
-		for m != nil && !m.Load() {
-			clock.Sleep(minPause)
-		}
-	})
-}
-
 func (f *fakeDriver) addressRange(p uintptr) (uintptr, int, error) {
 	if err := f.call("addressRange", true); err != nil {
 		return 0, 0, err

@@ -139,10 +139,6 @@ func (cudaStreams) streamDestroy(s uintptr) error {
 
 func (cudaDevices) synchronize() error { return fail("cuCtxSynchronize", cu.Synchronize()) }
 
-func (cudaStreams) streamWaitEvent(s, e uintptr) error {
-	return fail("cuStreamWaitEvent", stream(s).Wait(event(e), 0))
-}
-
 func (cudaStreams) eventCreate() (uintptr, error) {
 	e, err := cu.MakeEvent(cu.DisableTiming)
 	return *(*uintptr)(unsafe.Pointer(&e)), fail("cuEventCreate", err)

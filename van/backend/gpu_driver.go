@@ -66,7 +66,6 @@ type streamDriver interface {
 	streamDestroy(s uintptr) error
 	streamQuery(s uintptr) error // codeNotReady while busy
 	streamCapturing(s uintptr) (bool, error)
-	streamWaitEvent(s, e uintptr) error
 	writeValue32(s, addr uintptr, v uint32) error
 	writeValues32(s uintptr, w wordWrites) error
 	waitValue32(s, addr uintptr, v uint32) error // int32(*addr - v) >= 0

@@ -229,26 +229,6 @@ func (e *driverEvent) Close() error {
 	return err
 }
 
-// WaitEvent makes stream wait for e.
-func (s *events) WaitEvent(stream uintptr, e Event) error {
-	switch e := e.(type) {
-	case *flagEvent:
-		if e.of == s {
-			return e.use("WaitEvent", func() error {
-				if !e.pending || e.f.arrived() {
-					return nil
-				}
-				return s.streams.d.waitValue32(stream, e.f.addr, e.f.seq)
-			})
-		}
-	case *driverEvent:
-		if e.of == s {
-			return e.use("WaitEvent", func() error { return s.streams.d.streamWaitEvent(stream, e.ev) })
-		}
-	}
-	return s.c.invalid("WaitEvent: %T is not an event of this backend: %w", e, ErrWrongDevice)
-}
-
 // close frees the driver's. The context is current.
 func (s *events) close(note func(op string, err error)) {
 	for e := range s.made {

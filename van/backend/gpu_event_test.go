@@ -42,7 +42,6 @@ func kinds(t *testing.T, test func(t *testing.T, f *fakeDriver, g *gpu, e Event,
 			_, err = e.Query()
 			wantError(t, err, ErrClosed, "event closed")
 			wantError(t, e.Record(s), ErrClosed, "event closed")
-			wantError(t, g.WaitEvent(s, e), ErrClosed, "event closed")
 		})
 	}
 }
@@ -222,35 +221,6 @@ func TestCopyRecordNotLeft(t *testing.T) {
 	if err := errors.Join(e.Sync(t.Context()), g.Close()); err != nil {
 		t.Error(err)
 	}
-}
-
-// A stream waits for an event of another one.
-func TestWaitEvent(t *testing.T) {
-	kinds(t, func(t *testing.T, f *fakeDriver, g *gpu, e Event, s uintptr) {
-		other, _ := g.NewStream()
-		after, err := g.NewEvent()
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer after.Close()
-		release := f.hold(s)
-		if err := errors.Join(e.Record(s), g.WaitEvent(other, e), after.Record(other)); err != nil {
-			t.Fatal(err)
-		}
-		query(t, after, false)
-		release()
-		if err := after.Sync(t.Context()); err != nil {
-			t.Error(err)
-		}
-		query(t, e, true)
-		if err := g.WaitEvent(other, e); err != nil {
-			t.Error(err)
-		}
-		ev, _ := NewCPU().NewEvent()
-		wantError(t, g.WaitEvent(s, ev), ErrWrongDevice, "backend.cpuEvent")
-		second := open(t, newFake(1))
-		wantError(t, second.WaitEvent(s, e), ErrWrongDevice)
-	})
 }
 
 func TestSyncEndsWithContext(t *testing.T) {

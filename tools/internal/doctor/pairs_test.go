@@ -125,9 +125,8 @@ func (g *fakeGPU) CloseImport(m backend.Mem) error {
 	return unix.Munmap(b)
 }
 
-func (g *fakeGPU) NewStream() (uintptr, error)            { return 1, nil }
-func (g *fakeGPU) FreeStream(uintptr) error               { return nil }
-func (g *fakeGPU) WaitEvent(uintptr, backend.Event) error { return nil }
+func (g *fakeGPU) NewStream() (uintptr, error) { return 1, nil }
+func (g *fakeGPU) FreeStream(uintptr) error    { return nil }
 func (g *fakeGPU) CopyRecord(dst, src backend.Mem, stream uintptr, e backend.Event) error {
 	return errors.Join(g.CopyAsync(dst, src, stream), e.Record(stream))
 }
