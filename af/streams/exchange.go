@@ -51,6 +51,7 @@ type Exchange struct {
 
 	queueing sync.Mutex // guards sendNext, and serializes the work put into streams
 	sendNext bool
+	half     bool // the first half of the round that has begun is in a graph; unless sendNext == first
 	captured atomic.Bool
 	closed   atomic.Bool
 
@@ -94,42 +95,51 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 	}
 	x.queueing.Lock()
 	defer x.queueing.Unlock()
-	if err := x.turn(op, send); err != nil {
-		return err
-	}
 	s := uintptr(stream)
-	if !x.captured.Load() {
-		captures, err := x.mem.m.dev.Capturing(s)
-		if err != nil {
-			return x.wrong(op, err)
-		}
-		x.captured.Store(captures)
+	captures, err := x.mem.m.dev.Capturing(s)
+	if err != nil && x.failed.Load() == nil {
+		return x.wrong(op, err)
+	}
+	if err := x.turn(op, send, captures); err != nil {
+		return err
 	}
 	put := x.mem.receive
 	if send {
 		put = x.mem.send
 	}
 	if err := put(s); err != nil {
-		x.fail(err) // some of the work may be in the stream
+		if captures {
+			x.sendNext = x.first // a capture with an error is never executed
+		} else {
+			x.fail(err) // some of the work may be in the stream
+		}
 		return x.wrong(op, err)
 	}
-	x.sendNext = !send
+	x.sendNext, x.half = !send, captures
+	if captures {
+		x.captured.Store(true)
+	}
 	return nil
 }
 
-// turn returns an error unless it is the turn of a send, or of a receive. queueing is held.
-func (x *Exchange) turn(op string, send bool) error {
+// turn returns an error unless it is the turn of a send, or of a receive. Both halves of a round are captured, or neither is.
+// queueing is held.
+func (x *Exchange) turn(op string, send, captures bool) error {
 	if err := x.Check(); err != nil {
 		return err
 	}
-	if x.sendNext == send {
+	mixed := x.sendNext != x.first && x.half != captures
+	if x.sendNext == send && !mixed {
 		return nil
 	}
-	if x.host != nil {
-		return x.wrong(op, fmt.Errorf("%w: sends and receives alternate", af.ErrStarted))
+	if x.sendNext != x.first && x.half { // the capture of the first half may have been canceled
+		x.sendNext = x.first
+		return x.wrong(op, fmt.Errorf("%w: a round has begun in a capture, want its other half there; if that capture was canceled, begin the round again", af.ErrStarted))
 	}
-	x.sendNext = send // the previous one may belong to a capture that was canceled
-	return x.wrong(op, fmt.Errorf("%w: sends and receives alternate; if the last one was in a capture that was canceled, try again", af.ErrStarted))
+	if mixed {
+		return x.wrong(op, fmt.Errorf("%w: a round has begun, and this call is in a capture, which would have half of it", af.ErrStarted))
+	}
+	return x.wrong(op, fmt.Errorf("%w: sends and receives alternate", af.ErrStarted))
 }
 
 func (x *Exchange) wrong(op string, err error) error {

@@ -4,7 +4,6 @@ package streams
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -13,7 +12,6 @@ import (
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/memfd"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // ByHost is the option that makes CPU threads, not streams, perform the rounds, by Send and Receive instead of
@@ -45,10 +43,12 @@ func (x *Exchange) Send(stream af.Stream) error {
 	if !x.first {
 		n-- // the round that was received
 	}
+	stream, err := x.mem.unlessIdle(stream)
+	if err != nil {
+		return x.wrong("send", err)
+	}
 	if err := x.mem.sendByHost(h, stream, n); err != nil {
-		if !errors.Is(err, backend.ErrUnsupported) {
-			x.fail(err) // some of the work may be in the stream
-		}
+		x.fail(err) // some of the work may be in the stream
 		return x.wrong("send", err)
 	}
 	h.since, x.sendNext = clock.Now(), false
@@ -92,7 +92,7 @@ func (x *Exchange) begin(op string, send bool) error {
 		}
 		return x.wrong(op, fmt.Errorf("%w: another Send or Receive is under way", af.ErrStarted))
 	}
-	err := x.turn(op, send)
+	err := x.turn(op, send, false)
 	if err != nil {
 		if x.failed.Load() != nil {
 			x.host.settle() // copies of a Receive that was canceled

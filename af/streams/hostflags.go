@@ -127,27 +127,25 @@ func (h *host) reach(i int, n *flagsName) error {
 	return nil
 }
 
-// sendByHost makes round n sent when stream has reached this point.
-func (w *exchangeMemory) sendByHost(h *host, stream af.Stream, n uint32) error {
-	if stream != af.Complete {
-		idle := false
-		var err error
-		if i, is := w.m.dev.(backend.StreamIdler); is {
-			idle, err = i.Idle(uintptr(stream))
-		}
-		if !idle && err == nil {
-			var captures bool
-			if captures, err = w.m.dev.Capturing(uintptr(stream)); captures {
-				err = fmt.Errorf("%w: the stream is being captured; exchanges in streams can be", backend.ErrUnsupported)
-			}
-		}
-		if err != nil {
-			return err
-		}
-		if idle {
-			stream = af.Complete
+// unlessIdle returns stream, or af.Complete if it has done all its work.
+func (w *exchangeMemory) unlessIdle(stream af.Stream) (af.Stream, error) {
+	if stream == af.Complete {
+		return stream, nil
+	}
+	if i, is := w.m.dev.(backend.StreamIdler); is {
+		if idle, err := i.Idle(uintptr(stream)); idle || err != nil {
+			return af.Complete, err
 		}
 	}
+	captures, err := w.m.dev.Capturing(uintptr(stream))
+	if captures {
+		err = fmt.Errorf("%w: the stream is being captured; exchanges in streams can be", backend.ErrUnsupported)
+	}
+	return stream, err
+}
+
+// sendByHost makes round n sent when stream has reached this point.
+func (w *exchangeMemory) sendByHost(h *host, stream af.Stream, n uint32) error {
 	if stream == af.Complete {
 		if len(w.copied) == 0 {
 			memfd.Wrote()

@@ -256,14 +256,14 @@ func (w *exchangeMemory) send(s uintptr) error {
 		return err
 	}
 	if w.sends == nil {
+		if w.begun.Len() > 0 { // first: a query of the device must not take this round for the former one
+			w.sends = append(w.sends, backend.FlagWrite{Word: w.begun, V: unseen})
+		}
 		for i := range w.peers {
 			w.sends = append(w.sends, backend.FlagWrite{Word: w.peers[i].flag.Lower(), V: 0})
 		}
 		for i := range w.peers {
 			w.sends = append(w.sends, backend.FlagWrite{Word: w.peers[i].remote, V: gpusync.Set})
-		}
-		if w.begun.Len() > 0 {
-			w.sends = append(w.sends, backend.FlagWrite{Word: w.begun, V: unseen})
 		}
 	}
 	return w.m.dev.WriteFlags(s, w.sends)

@@ -69,6 +69,8 @@ type Graph struct {
 	q    *streams
 	from uintptr
 	work []func()
+
+	invalid bool
 }
 
 // Capture begins a graph: until its End, work put into stream s goes there.
@@ -77,6 +79,13 @@ func (q *streams) Capture(s uintptr) *Graph {
 	defer q.mu.Unlock()
 	q.graph = &Graph{q: q, from: s}
 	return q.graph
+}
+
+// Invalidate makes later WriteFlags of the capture fail, as after a call that the driver allows in no capture.
+func (g *Graph) Invalidate() {
+	g.q.mu.Lock()
+	defer g.q.mu.Unlock()
+	g.invalid = true
 }
 
 // End ends the capture.
@@ -165,6 +174,12 @@ func (q *streams) WriteFlag(s uintptr, word backend.Mem, v uint32) error {
 
 // WriteFlags implements backend.StreamFlagger.
 func (q *streams) WriteFlags(s uintptr, l []backend.FlagWrite) error {
+	q.mu.Lock()
+	invalid := q.graph != nil && q.graph.from == s && q.graph.invalid
+	q.mu.Unlock()
+	if invalid {
+		return fmt.Errorf("the capture of stream %d is invalid", s)
+	}
 	for _, w := range l {
 		if err := q.WriteFlag(s, w.Word, w.V); err != nil {
 			return err

@@ -427,7 +427,7 @@ func (f *fakeDriver) writeValue32(s, addr uintptr, v uint32) error {
 
 func (f *fakeDriver) writeValues32(s uintptr, w wordWrites) error {
 	if f.noBatches {
-		return f.err("writeValues32", codeNotSupported)
+		return f.err(batchWrites, codeNotSupported)
 	}
 	return f.queue("writeValues32", s, func() {
 		for i := range w.n {

@@ -130,7 +130,7 @@ func (g *gpu) CopyFlags(dst, src Mem, stream uintptr, l []FlagWrite) error {
 	switch {
 	case captured:
 		return g.captured("CopyFlags", stream)
-	case notSupported(err) && w.n > 1:
+	case notSupported(err) && err.(*driverError).call == batchWrites:
 		err = g.enter(func() error { return g.writeEach(stream, w) })
 	}
 	return g.copies.failed("CopyFlags", dst, src, err)

@@ -53,7 +53,7 @@ var errNotReady = &driverError{call: "cuStreamQuery or cuEventQuery", code: code
 
 // steps are the functions that calls of several may fail in.
 var steps = [...]string{C.STEP_ENTER: "cuCtxPushCurrent", C.STEP_CAPTURING: "cuStreamIsCapturing", C.STEP_QUERY: "cuStreamQuery", C.STEP_COPY: "cuMemcpyAsync",
-	C.STEP_WRITE: "cuStreamWriteValue32_v2", C.STEP_WRITES: "cuStreamBatchMemOp", C.STEP_RANGE: "cuMemGetAddressRange", C.STEP_ID: "cuPointerGetAttribute(BUFFER_ID)", C.STEP_EXPORT: "cuIpcGetMemHandle",
+	C.STEP_WRITE: "cuStreamWriteValue32_v2", C.STEP_WRITES: batchWrites, C.STEP_RANGE: "cuMemGetAddressRange", C.STEP_ID: "cuPointerGetAttribute(BUFFER_ID)", C.STEP_EXPORT: "cuIpcGetMemHandle",
 	C.STEP_LEAVE: callLeave}
 
 func (cudaOnce) idleIn(ctx, s uintptr) (bool, error) {
@@ -151,7 +151,7 @@ func (cudaStreams) writeValues32(s uintptr, w wordWrites) error {
 	a, v := &w.addrs, &w.values
 	r := C.stepaf_writes(C.uintptr_t(s), C.unsigned(w.n), C.CUdeviceptr(a[0]), C.CUdeviceptr(a[1]), C.CUdeviceptr(a[2]), C.CUdeviceptr(a[3]),
 		C.uint32_t(v[0]), C.uint32_t(v[1]), C.uint32_t(v[2]), C.uint32_t(v[3]))
-	return result("cuStreamBatchMemOp", int(r))
+	return result(batchWrites, int(r))
 }
 
 func (cudaStreams) writeValue32(s, addr uintptr, v uint32) error {

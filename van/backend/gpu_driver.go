@@ -205,6 +205,9 @@ func notReady(err error) bool {
 	return ok && e.code == codeNotReady
 }
 
+// batchWrites is the function that writes several words at once.
+const batchWrites = "cuStreamBatchMemOp"
+
 // notSupported reports whether err is the driver's result for an unsupported operation.
 func notSupported(err error) bool {
 	e, ok := err.(*driverError)

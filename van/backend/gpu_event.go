@@ -77,6 +77,15 @@ func (e *gpuEvent) use(op string, f func() error) error {
 	})
 }
 
+// recordable refuses a stream that is being captured: what is recorded there would happen when the graph runs, perhaps never.
+func (e *gpuEvent) recordable(d streamDriver, stream uintptr) error {
+	capturing, err := d.streamCapturing(stream)
+	if capturing {
+		return e.of.c.invalid("Record on stream %#x: %w: it is being captured into a graph; record on it before or after", stream, ErrUnsupported)
+	}
+	return err
+}
+
 // flagEvent is an event whose completion is a word in host memory. Query is one load.
 type flagEvent struct {
 	gpuEvent
@@ -86,11 +95,8 @@ type flagEvent struct {
 
 func (e *flagEvent) Record(stream uintptr) error {
 	return e.use("Record", func() error {
-		// A captured write happens when the graph runs, perhaps never.
-		if capturing, err := e.of.streams.d.streamCapturing(stream); err != nil {
+		if err := e.recordable(e.of.streams.d, stream); err != nil {
 			return err
-		} else if capturing {
-			return e.of.c.invalid("Record on stream %#x: %w: it is being captured into a graph; record on it before or after", stream, ErrUnsupported)
 		}
 		if e.f != nil && e.pending && !e.f.arrived() {
 			e.of.flags.put(e.f)
@@ -191,7 +197,12 @@ type driverEvent struct {
 }
 
 func (e *driverEvent) Record(stream uintptr) error {
-	return e.use("Record", func() error { return e.of.d.eventRecord(e.ev, stream) })
+	return e.use("Record", func() error {
+		if err := e.recordable(e.of.d, stream); err != nil {
+			return err
+		}
+		return e.of.d.eventRecord(e.ev, stream)
+	})
 }
 
 func (e *driverEvent) Query() (done bool, err error) {

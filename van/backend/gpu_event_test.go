@@ -344,6 +344,10 @@ func TestNoStreamFlags(t *testing.T) {
 	if _, ok := e.(*driverEvent); !ok {
 		t.Errorf("got a %T", e)
 	}
+	s, _ := g.NewStream()
+	f.captured.Store(f.stream(s))
+	wantError(t, e.Record(s), ErrUnsupported, "captured into a graph")
+	f.captured.Store(nil)
 	p, _ := g.AllocPinned(64)
 	wantError(t, g.WriteFlag(0, p, 1), ErrUnsupported, "streams cannot write words")
 	if err := e.Close(); err != nil {

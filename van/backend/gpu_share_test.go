@@ -168,6 +168,13 @@ func TestStreamFlags(t *testing.T) {
 		wantError(t, g.CopyFlags(dev, src, s, []FlagWrite{{page, 1}}), ErrUnsupported, "captured into a graph")
 		f.captured.Store(nil)
 	}
+	clear(page.Host())
+	f.fail("copyAsync", codeNotSupported) // not the writes
+	wantError(t, g.CopyFlags(dev, from, s, []FlagWrite{{page, 1}, {page.Sub(64, 4), 2}}), ErrUnsupported, "copyAsync")
+	f.fail("copyAsync", 0)
+	if settle(t, g, s); word(uintptr(page.Ptr())).Load() != 0 {
+		t.Error("a word was written behind a copy that has failed")
+	}
 	wantError(t, g.CopyFlags(dev, from, s, []FlagWrite{{page.Sub(2, 4), 1}}), nil, "aligned to 4")
 	wantError(t, g.CopyFlags(dev, from.Sub(0, 3), s, []FlagWrite{{page, 1}}), nil, "of 3 bytes into 64")
 	wantError(t, g.WriteFlag(s, page.Sub(2, 4), 1), nil, "aligned to 4")
