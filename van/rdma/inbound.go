@@ -306,17 +306,10 @@ func (in *inbound) sendCredits() {
 
 // tick sends the credits that no message has carried since the last housekeeping, and checks a slot that may have been overwritten.
 func (in *inbound) tick(now uint64) {
-	if in.owed.count.Load() > 0 {
-		in.mu.Lock()
-		in.sendCredits()
-		in.mu.Unlock()
-	}
-	if in.slots.overwritten.Load() {
-		slotSet{in}.checkOverwrite(now)
-	}
-	if in.slots.overwritten.Load() {
-		in.device.active.Add(&in.activeDue)
-	}
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	in.sendCredits()
+	slotSet{in}.checkOverwrite(now)
 }
 
 // probe probes the connection if it is idle.

@@ -32,7 +32,6 @@ type slotState struct {
 		key   uint64
 		since uint64
 	}
-	overwritten     atomic.Bool  // suspect.slot is not nil
 	warned          bool         // the log says that the peer has overwritten a value in use
 	registeredBytes atomic.Int64 // all memory registered for the peer
 	oneShots        atomic.Int32 // number of slots for control messages
@@ -160,21 +159,19 @@ func (in slotSet) noteOverwrite(l *receiveSlot, key uint64) {
 	defer in.mu.Unlock()
 	if !in.slots.warned && in.slots.suspect.slot == nil {
 		in.slots.suspect.slot, in.slots.suspect.key, in.slots.suspect.since = l, key, clock.Now()
-		in.slots.overwritten.Store(true)
 		in.device.active.Add(&in.activeDue)
 	}
 }
 
-// checkOverwrite warns if the suspect slot has held two messages for overwriteGrace.
+// checkOverwrite warns if the suspect slot has held two messages for overwriteGrace. in.mu is held.
 func (in slotSet) checkOverwrite(now uint64) {
-	in.mu.Lock()
-	defer in.mu.Unlock()
 	x := &in.slots.suspect
 	switch {
 	case x.slot == nil:
 		return
 	case x.slot.Holders() < 2:
 	case time.Duration(now-x.since) < in.v.times.overwriteGrace:
+		in.device.active.Add(&in.activeDue)
 		return
 	default:
 		in.slots.warned = true
@@ -182,5 +179,4 @@ func (in slotSet) checkOverwrite(now uint64) {
 			"peer", in.handshake.name(), "key", x.key)
 	}
 	x.slot = nil
-	in.slots.overwritten.Store(false)
 }

@@ -202,7 +202,7 @@ func TestAnsweredValueIsReleased(t *testing.T) {
 	}
 	last.Release()
 	in := h.s.incomingOf(11)
-	h.until("it has been looked at", func() bool { return !in.slots.overwritten.Load() })
+	h.until("it has been looked at", func() bool { in.mu.Lock(); defer in.mu.Unlock(); return in.slots.suspect.slot == nil })
 	in.mu.Lock()
 	if in.slots.warned {
 		t.Error("it was warned of")
