@@ -28,7 +28,7 @@ func (t *Table[D, L, I]) Open(o Options[D, L, I]) {
 		t.Mu.Lock()
 		defer t.Mu.Unlock()
 		now := t.Of(n.ID())
-		return !t.closed && now != nil && &now.Peer == n
+		return !t.closed.Load() && now != nil && &now.Peer == n
 	}
 	t.Ctx, t.cancel = context.WithCancel(context.Background())
 	t.drain, t.endDrain = context.WithCancel(context.Background())
@@ -120,7 +120,7 @@ func (t *Table[D, L, I]) drop(id int) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
 	n := t.Of(id)
-	if n == nil || t.closed {
+	if n == nil || t.closed.Load() {
 		return
 	}
 	l := t.retireLocked(n, func(all map[int]*Node[D, L]) { delete(all, id) })
@@ -175,13 +175,35 @@ func (t *Table[D, L, I]) Rename(old, id int) error {
 func (t *Table[D, L, I]) BeginClose() bool {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
-	was := t.closed
-	t.closed = true
-	return !was
+	return !t.closed.Swap(true)
 }
 
-// Close ends all attempts to make a link, and closes the links to all peers. Until ctx ends, messages that were sent before may leave first.
-func (t *Table[D, L, I]) Close(ctx context.Context) {
+// StopTime is how long Close waits for the receiver after the end of its context. The receiver ends at once unless a handler is running.
+const StopTime = 200 * time.Millisecond
+
+// Close ends all attempts to make a link, and closes the links to all peers. Until ctx ends, messages that were sent before may leave first;
+// f, the receiver of the links from peers, continues meanwhile, since the peers may also wait until their messages are received. Close
+// then stops f and calls ended. When all goroutines of t have ended and nothing receives any more, Close calls free. own is this node's id.
+func (t *Table[D, L, I]) Close(ctx context.Context, own int, f Feed, ended, free func()) error {
+	t.closeLinks(ctx)
+	stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), StopTime)
+	defer cancel()
+	if ctx.Err() == nil {
+		stop = ctx
+	}
+	err := f.Stop(stop)
+	ended()
+	t.WG.Wait()
+	if err != nil { // the receiver's memory is not freed
+		return &van.Error{Op: "close", Node: van.NodeName(own), Detail: "a receiver still runs", Err: err}
+	}
+	if f.Free(stop, free) != nil {
+		t.O.Log.Warn("a Poll still receives: its memory is kept")
+	}
+	return nil
+}
+
+func (t *Table[D, L, I]) closeLinks(ctx context.Context) {
 	t.Mu.Lock()
 	var all sync.WaitGroup
 	for id, n := range t.All() {

@@ -80,7 +80,7 @@ func (t *Table[D, L, I]) run(n *Node[D, L]) {
 	defer func() {
 		t.Mu.Lock()
 		defer t.Mu.Unlock()
-		if n.State() == Connecting && !t.closed {
+		if n.State() == Connecting && !t.closed.Load() {
 			t.setLocked(n, Unlinked, errLeft)
 		}
 	}()

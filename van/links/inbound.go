@@ -59,7 +59,7 @@ func (t *inbounds[D, L, I]) IsOfLocked(in I, n *Node[D, L]) bool {
 func (t *inbounds[D, L, I]) EnterLocked(in I) error {
 	x := in.Base()
 	switch {
-	case t.closed:
+	case t.closed.Load():
 		return van.ErrClosed
 	case slices.Contains(t.replaced, x.Process):
 		return fmt.Errorf("%s: %w", van.NodeName(x.From), van.ErrReplaced)
@@ -119,7 +119,7 @@ func (t *inbounds[D, L, I]) EndHold(in I) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
 	x := in.Base()
-	if !x.Held.Load() || t.closed {
+	if !x.Held.Load() || t.closed.Load() {
 		return
 	}
 	n := t.Of(x.From)
@@ -214,7 +214,7 @@ func (t *inbounds[D, L, I]) Marked(m *van.Message) bool {
 func (t *inbounds[D, L, I]) EndMarks(in I, level slog.Level) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
-	if t.closed || !in.Base().Marks.Missing() || !slices.Contains(t.Ins(), in) {
+	if t.closed.Load() || !in.Base().Marks.Missing() || !slices.Contains(t.Ins(), in) {
 		return
 	}
 	t.O.Log.Log(t.Ctx, level, t.O.Link+" ends: data that was sent before it has not arrived", "peer", van.NodeName(in.Base().From))

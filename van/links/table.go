@@ -24,6 +24,12 @@ type In interface {
 	Base() *Inbound
 }
 
+// Feed is the receiver of the links from peers, an engine.Feed.
+type Feed interface {
+	Stop(ctx context.Context) error
+	Free(ctx context.Context, free func()) error
+}
+
 // Options are what differs between transports. Functions whose name ends in Locked are called with Table.Mu held.
 type Options[D any, L Link, I In] struct {
 	Log         *slog.Logger
@@ -66,7 +72,7 @@ type peers[D any, L Link, I In] struct {
 	outs atomic.Pointer[[]L]                 // the links to these peers
 
 	Mu     sync.Mutex // guards changes of the fields above, and all fields below, also those of inbounds and Table
-	closed bool
+	closed atomic.Bool
 }
 
 // Of returns peer id, nil if this node does not know it.
@@ -78,17 +84,17 @@ func (t *peers[D, L, I]) All() map[int]*Node[D, L] { return *t.all.Load() }
 // Outs returns the links to the peers.
 func (t *peers[D, L, I]) Outs() []L { return *t.outs.Load() }
 
-// ClosedLocked reports whether BeginClose was called.
-func (t *peers[D, L, I]) ClosedLocked() bool { return t.closed }
+// Closed reports whether BeginClose was called. It does not change while Mu is held.
+func (t *peers[D, L, I]) Closed() bool { return t.closed.Load() }
 
 // Go runs f on a goroutine of the table. If the table is closed, it returns false instead.
 func (t *peers[D, L, I]) Go(f func()) bool {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()
-	if !t.closed {
+	if !t.closed.Load() {
 		t.WG.Go(f)
 	}
-	return !t.closed
+	return !t.closed.Load()
 }
 
 // Current reports whether n still is the peer that has its id.
@@ -98,7 +104,9 @@ func (t *peers[D, L, I]) Current(n *Node[D, L]) bool {
 	return t.currentLocked(n)
 }
 
-func (t *peers[D, L, I]) currentLocked(n *Node[D, L]) bool { return !t.closed && t.Of(n.ID()) == n }
+func (t *peers[D, L, I]) currentLocked(n *Node[D, L]) bool {
+	return !t.closed.Load() && t.Of(n.ID()) == n
+}
 
 // Status returns n's state, and why it has no link.
 func (t *peers[D, L, I]) Status(n *Node[D, L]) (State, error) {

@@ -31,7 +31,7 @@ func newTable(t *testing.T) *Table[struct{}, *testLink, *testIn] {
 		EndLocked:   func(in *testIn, fence bool) bool { in.fenced = fence; return true }})
 	t.Cleanup(func() {
 		p.BeginClose()
-		p.Close(t.Context())
+		p.closeLinks(t.Context())
 		p.WG.Wait()
 	})
 	return p

@@ -60,7 +60,7 @@ func (a *acceptor) run() {
 		}
 		pause = 0
 		a.peers.Mu.Lock()
-		if a.peers.ClosedLocked() {
+		if a.peers.Closed() {
 			_ = c.Close()
 		} else {
 			a.conns[c] = true

@@ -17,6 +17,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/landing"
+	"github.com/stepaf/stepaf-go/van/links"
 )
 
 // inPeer is the queue of one sender's messages. All links of the sender use the same queue.
@@ -368,7 +369,7 @@ func (c *inCommon) unstrand() {
 // awaitStranded waits for the copies of stranded messages a last time. The memory of copies that have not ended
 // then is leaked.
 func (c *inCommon) awaitStranded(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(ctx, stopTime)
+	ctx, cancel := context.WithTimeout(ctx, links.StopTime)
 	defer cancel()
 	c.mu.Lock()
 	all := slices.Clone(c.stranded)

@@ -9,7 +9,6 @@ import (
 	"net"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
@@ -40,8 +39,6 @@ type Van struct {
 	receiver receiver
 	dialer   dialer
 	acceptor acceptor
-
-	closing atomic.Bool // Send fails
 }
 
 var (
@@ -110,7 +107,7 @@ func (v *Van) Bind(ctx context.Context, self van.Node) (int, error) {
 	v.own.id.Store(int32(self.ID))
 	v.peers.Mu.Lock()
 	defer v.peers.Mu.Unlock()
-	if self.Role == van.Scheduler || v.acceptor.listener != nil || v.none != nil || v.peers.ClosedLocked() {
+	if self.Role == van.Scheduler || v.acceptor.listener != nil || v.none != nil || v.peers.Closed() {
 		return port, nil
 	}
 	if err := v.open(); err != nil {
@@ -157,7 +154,7 @@ func (v *Van) Endpoint() []byte {
 func (v *Van) Start(recv van.Receiver) {
 	v.peers.Mu.Lock()
 	v.receiver.deliver = recv
-	start := v.acceptor.listener != nil && !v.peers.ClosedLocked()
+	start := v.acceptor.listener != nil && !v.peers.Closed()
 	v.peers.Mu.Unlock()
 	v.inner.Start(func(m *van.Message) {
 		if !m.IsControl() && v.peers.Marked(m) {
@@ -237,7 +234,7 @@ func (v *Van) Send(msg *van.Message) error {
 			return fmt.Errorf("%w: %w", err, backend.ErrNotExportable) // a link has existed until now
 		case sent:
 			return err
-		case v.closing.Load():
+		case v.peers.Closed():
 			return v.sendError(msg, van.ErrClosed)
 		}
 		if state, why := v.peers.Status(n); state == links.Refused {
@@ -245,7 +242,7 @@ func (v *Van) Send(msg *van.Message) error {
 		}
 		return v.Send(msg)
 	}
-	if v.closing.Load() {
+	if v.peers.Closed() {
 		return v.sendError(msg, van.ErrClosed)
 	}
 	msg.Trace().PostSend = clock.Now()
@@ -268,7 +265,7 @@ func (v *Van) Send(msg *van.Message) error {
 			return v.Send(msg) // the link has been replaced or removed meanwhile
 		}
 		err = fmt.Errorf("%w: %w", van.ErrPeerLost, l.why())
-		if v.closing.Load() {
+		if v.peers.Closed() {
 			err = van.ErrClosed
 		}
 	}
@@ -423,26 +420,8 @@ func (v *Van) Close(ctx context.Context) error {
 	if !first || listener == nil {
 		return v.inner.Close(ctx)
 	}
-	v.closing.Store(true)
 	_ = listener.Close()
-	p.Close(ctx) // the receiver continues meanwhile: the peer may also wait until its messages are received
-	// The loop has been woken. It ends at once unless a handler is running, so stopTime applies even if ctx has
-	// ended.
-	stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopTime)
-	defer cancel()
-	if ctx.Err() == nil {
-		stop = ctx
-	}
-	err := v.rx.feed.Stop(stop)
-	v.acceptor.closeConns()
-	p.WG.Wait()
-	if err == nil {
-		if v.rx.feed.Free(stop, v.freeLinks) != nil {
-			v.log.Warn("a Poll still receives: its memory is kept")
-		}
-	} else { // the receiver's memory is not freed
-		err = &van.Error{Op: "close", Node: van.NodeName(int(v.own.id.Load())), Detail: "a receiver still runs", Err: err}
-	}
+	err := p.Close(ctx, int(v.own.id.Load()), v.rx.feed, v.acceptor.closeConns, v.freeLinks)
 	v.rx.blocks.close()
 	if v.own.device != nil && err == nil {
 		v.rx.awaitStranded(context.WithoutCancel(ctx))
@@ -450,8 +429,6 @@ func (v *Van) Close(ctx context.Context) error {
 	}
 	return errors.Join(err, v.inner.Close(ctx))
 }
-
-const stopTime = 200 * time.Millisecond
 
 // freeLinks ends all inbound links. The caller holds the feed.
 func (v *Van) freeLinks() {

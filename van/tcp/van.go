@@ -8,8 +8,6 @@ import (
 	"log/slog"
 	"net"
 	"strconv"
-	"sync/atomic"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -31,7 +29,6 @@ type Van struct {
 	acceptor acceptor
 	source   source
 	port     int // where the node accepts data; 0: nowhere
-	closing  atomic.Bool
 }
 
 var (
@@ -202,7 +199,7 @@ func (v *Van) Send(msg *van.Message) error {
 		c = n.Link()
 	}
 	switch {
-	case v.closing.Load():
+	case v.peers.Closed():
 		return v.sendError(msg, van.ErrClosed)
 	case c == nil:
 		return v.sendError(msg, v.peers.unreachable(n))
@@ -221,7 +218,7 @@ func (v *Van) Send(msg *van.Message) error {
 		v.own.stats.sentMessages.Add(1)
 		return nil
 	case !errors.Is(err, errGone):
-	case v.closing.Load():
+	case v.peers.Closed():
 		err = van.ErrClosed
 	case !v.peers.Current(n):
 		return v.Send(msg) // another process has the id by now
@@ -325,32 +322,14 @@ func (v *Van) Stats() van.Stats {
 	return s
 }
 
-// stopTime is how long Close waits for the loop after the end of its context.
-const stopTime = 200 * time.Millisecond
-
 // Close implements van.Van.
 func (v *Van) Close(ctx context.Context) error {
 	p := v.peers
 	if !p.BeginClose() || !v.source.isOpen.Load() {
 		return v.inner.Close(ctx)
 	}
-	v.closing.Store(true)
 	v.acceptor.close()
-	p.Close(ctx)
-	p.WG.Wait()
-	stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopTime)
-	defer cancel()
-	if ctx.Err() == nil {
-		stop = ctx
-	}
-	err := v.source.feed.Stop(stop)
-	if err == nil {
-		if v.source.feed.Free(stop, v.free) != nil {
-			v.own.log.Warn("a Poll still receives: its memory is kept")
-		}
-	} else {
-		err = &van.Error{Op: "close", Node: van.NodeName(int(v.own.id.Load())), Detail: "a receiver still runs", Err: err}
-	}
+	err := p.Close(ctx, int(v.own.id.Load()), v.source.feed, func() {}, v.free)
 	return errors.Join(err, v.inner.Close(ctx))
 }
 
