@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -53,6 +54,33 @@ func TestOnSentOfARefusedAnswer(t *testing.T) {
 	})
 }
 
+// TestPushNotAnswered: if the transport refuses the answer to a push, the worker's call fails at once. Its error differs from those of a push
+// that was not processed: the worker would repeat the push.
+func TestPushNotAnswered(t *testing.T) {
+	vans(t, func(t *testing.T, o testcluster.Options) {
+		hook := &hooks.Van{}
+		o.Wrap = hook.Wrap("server", 0)
+		c := testcluster.Start(t, o)
+		answered := make(chan error, 1)
+		serve(t, c.Servers[0], func(r kv.Request[float32]) { answered <- r.Respond(kv.Pairs[float32]{}) })
+		w := newWorker[float32](t, c.Workers[0])
+		for _, why := range []error{van.ErrQueueFull, van.ErrPeerLost} {
+			hook.OnSend(func(*van.Message) hooks.Verdict { return hooks.Refuse(why) })
+			push, err := w.Push([]kv.Key{7}, []float32{1})
+			err = cmp.Or(err, push.Wait(t.Context()))
+			if err == nil || !strings.Contains(err.Error(), "the push was processed, but its answer was not sent: "+why.Error()) {
+				t.Errorf("the push fails with %v, want the reason of the missing answer", err)
+			}
+			for _, not := range []error{postoffice.ErrFinished, postoffice.ErrRequestRefused, postoffice.ErrQueueFull} {
+				if errors.Is(err, not) {
+					t.Errorf("%v matches %v", err, not)
+				}
+			}
+			fails(t, <-answered, why)
+		}
+	})
+}
+
 // TestDefaultAnswerRefused: the calls of a worker fail at once if the summing handler, or an application without a handler, cannot answer
 // since its queue is full.
 func TestDefaultAnswerRefused(t *testing.T) {
@@ -62,8 +90,11 @@ func TestDefaultAnswerRefused(t *testing.T) {
 	w := newWorker[float32](t, c.Workers[0])
 	hook.OnSend(func(*van.Message) hooks.Verdict { return hooks.Refuse(van.ErrQueueFull) })
 	var got []float32
+	push, err := w.Push([]kv.Key{7}, []float32{1})
+	if err = cmp.Or(err, push.Wait(t.Context())); err == nil || errors.Is(err, van.ErrQueueFull) {
+		t.Errorf("the push, which was added, fails with %v; want an error that does not match van.ErrQueueFull", err)
+	}
 	for _, request := range []func() (kv.Call, error){
-		func() (kv.Call, error) { return w.Push([]kv.Key{7}, []float32{1}) },
 		func() (kv.Call, error) { return w.Pull([]kv.Key{7}, &got) },
 		func() (kv.Call, error) { return w.SimpleApp().Request(1, nil, c.Servers[0].ID()) },
 	} {

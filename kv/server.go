@@ -258,8 +258,9 @@ func (r Request[V]) Release() { r.msg.Release() }
 //
 // Pairs that do not fit the request are an error that wraps postoffice.ErrInvalid; then
 // nothing was sent and the request can still be answered. If the transport does not take the answer, for example with
-// postoffice.ErrQueueFull, the worker's call fails as after Refuse, and the request counts as answered. A second Respond is
-// postoffice.ErrAnswered.
+// postoffice.ErrQueueFull, the worker's call fails at once, and the request counts as answered: the call of a pull fails as after
+// Refuse; the error of a push matches neither postoffice.ErrRequestRefused nor postoffice.ErrQueueFull, since the push was
+// processed. A second Respond is postoffice.ErrAnswered.
 func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
 	var done van.Completion
 	for i, opt := range opts {
@@ -295,7 +296,11 @@ func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
 	m.Reset() // holds on to nothing of the caller
 	messages.Put(m)
 	if err != nil && !errors.Is(err, van.ErrClosed) {
-		r.refuse(cluster.Declined(err))
+		why := cluster.Declined(err)
+		if r.Push {
+			why = cluster.Unanswered(err)
+		}
+		r.refuse(why)
 	}
 	r.end()
 	switch {

@@ -19,11 +19,18 @@ const refusedPrefix = "stepaf/1 refused "
 const maxRefused = 1024
 
 // refusalKinds are the errors that a refusal may carry, and the words for them. A notice has the words of all errors
-// that its reason matches, separated by commas.
+// that its reason matches, separated by commas. The word unanswered is alone.
 var refusalKinds = [...]struct {
 	word string
 	err  error
-}{{"refused", van.ErrRequestRefused}, {"invalid", van.ErrInvalid}, {"full", van.ErrQueueFull}, {"finished", van.ErrFinished}}
+}{{"unanswered", errUnanswered}, {"refused", van.ErrRequestRefused}, {"invalid", van.ErrInvalid}, {"full", van.ErrQueueFull}, {"finished", van.ErrFinished}}
+
+// errUnanswered: a push was processed, but the transport has not taken its answer.
+var errUnanswered = errors.New("the push was processed, but its answer was not sent")
+
+// Unanswered returns err, with which the transport has refused the answer to a push, as the reason of a refusal. The
+// worker's error matches no error of a request that was not processed: a worker may repeat such a request.
+func Unanswered(err error) error { return fmt.Errorf("%w: %w", errUnanswered, err) }
 
 // Declined returns why as the reason of a handler that refuses a request. A reason that matches van.ErrFinished stays
 // as it is: it is not the handler's.
@@ -46,8 +53,8 @@ func (d *declined) Error() string { return van.ErrRequestRefused.Error() + ": " 
 func (d *declined) Unwrap() []error { return []error{van.ErrRequestRefused, d.why} }
 
 // Refuse notifies node id that this node will not answer the request that timestamp ts belongs to: its call fails at
-// once. epoch is that of the request's message. Only reasons that match van.ErrRequestRefused, van.ErrInvalid,
-// van.ErrQueueFull or van.ErrFinished are sent. A lost process gets no notice, nor does the replacement of the
+// once. epoch is that of the request's message. Only reasons of Unanswered, and those that match van.ErrRequestRefused,
+// van.ErrInvalid, van.ErrQueueFull or van.ErrFinished, are sent. A lost process gets no notice, nor does the replacement of the
 // process that asked. The protocol of a C++ process has no refusal: it waits for its limit, and the log reports that.
 // Stats counts refusals for van.ErrInvalid and van.ErrQueueFull, with or without a notice.
 func (a App) Refuse(id int, epoch uint32, app, customer, ts int32, why error) {
@@ -71,6 +78,9 @@ func (s *notices) refuse(id int, epoch uint32, app, customer, ts int32, why erro
 		if errors.Is(why, r.err) {
 			words = append(words, r.word)
 			text = strings.TrimPrefix(text, r.err.Error()+": ")
+			if r.err == errUnanswered {
+				break // the other errors are those of the answer
+			}
 		}
 	}
 	if len(words) == 0 {

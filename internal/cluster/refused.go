@@ -25,7 +25,7 @@ func (a *apps) refused(msg *van.Message) bool {
 	}
 	meta, why := parseRefused(msg.Body[len(refusedPrefix):min(len(msg.Body), maxRefused)])
 	if why == nil {
-		a.self.droppedControl(msg.Sender, &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, timestamp, refused, invalid, full or finished, and why"})
+		a.self.droppedControl(msg.Sender, &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, timestamp, unanswered, refused, invalid, full or finished, and why"})
 		return true
 	}
 	a.failRequest(&meta, msg.Sender, why)
@@ -68,7 +68,7 @@ type refusal struct {
 }
 
 func (r *refusal) Error() string {
-	if r.is[0] == van.ErrRequestRefused {
+	if r.is[0] == van.ErrRequestRefused || r.is[0] == errUnanswered {
 		return r.is[0].Error() + ": " + r.text
 	}
 	return r.is[0].Error() + ": refused there: " + r.text

@@ -58,9 +58,18 @@ func TestReadRefused(t *testing.T) {
 		t.Errorf("%q is read as %v", out.bodies[2], no)
 	}
 
+	n.App().Refuse(9, 2, 7, 3, 20, Unanswered(&van.Error{Op: "send", Err: van.ErrQueueFull}))
+	if len(out.bodies) != 4 {
+		t.Fatalf("%q are told, want one more", out.bodies[3:])
+	}
+	_, no = parseRefused([]byte(strings.TrimPrefix(out.bodies[3], refusedPrefix)))
+	if errors.Is(no, van.ErrRequestRefused) || errors.Is(no, van.ErrQueueFull) || no.Error() != "the push was processed, but its answer was not sent: send: send queue full" {
+		t.Errorf("%q is read as %v", out.bodies[3], no)
+	}
+
 	for body, want := range map[string]error{
 		"7 0 5 refused x": van.ErrRequestRefused, "7 0 5 refused,full x": van.ErrQueueFull, "7 0 5 refused, x": nil, "7 0 5 refused,closed x": nil, "7 0 5 , x": nil,
-		"7 0 5 invalid x": van.ErrInvalid, "7 0 5 full x y": van.ErrQueueFull, "7 0 5 full a\nb\xff": van.ErrQueueFull, "7 0 5 full ": van.ErrQueueFull,
+		"7 0 5 unanswered x": errUnanswered, "7 0 5 invalid x": van.ErrInvalid, "7 0 5 full x y": van.ErrQueueFull, "7 0 5 full a\nb\xff": van.ErrQueueFull, "7 0 5 full ": van.ErrQueueFull,
 		"7 0 5 full": nil, "7 0 5 closed x": nil, "7 0 x full y": nil, "7 0 99999999999 full x": nil, "": nil, "7": nil, " 7 0 5 full x": nil,
 	} {
 		_, why := parseRefused([]byte(body))
