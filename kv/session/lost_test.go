@@ -344,3 +344,60 @@ func TestLostRankIsNamed(t *testing.T) {
 	vantest.Fails(t, h.Wait(limit(t)), van.ErrPeerLost, `call 1, "wait"`, "rank 1 (server 1")
 	ended.all(t)
 }
+
+// watchedVan is a van whose peers a test reports as lost and as back.
+type watchedVan struct {
+	van.Van
+	report func(id int, up bool, cause error)
+}
+
+func (v *watchedVan) Unwrap() van.Van { return v.Van }
+
+func (v *watchedVan) WatchPeers(f func(id int, up bool, cause error)) {
+	v.report = f
+	if w, ok := van.As[van.PeerWatcher](v.Van); ok {
+		w.WatchPeers(f)
+	}
+}
+
+// TestLossOnOneSide: if only one side considers the other one lost, and it is back soon, the session ends on both sides.
+func TestLossOnOneSide(t *testing.T) {
+	for _, role := range []string{"worker", "server"} {
+		t.Run(role, func(t *testing.T) {
+			t.Parallel()
+			v := &watchedVan{}
+			c := testcluster.Start(t, testcluster.Options{Wrap: func(r string, _ int, f van.Factory) van.Factory {
+				if r != role {
+					return f
+				}
+				return func(o van.Options) (inner van.Van, err error) {
+					v.Van, err = f(o)
+					return v, err
+				}
+			}})
+			began := make(chan struct{})
+			ended := serve(t, c, func(_ int, r *session.Rank) {
+				register(t, r, "wait", func(ctx context.Context, _ []any) (any, error) {
+					close(began)
+					<-ctx.Done()
+					return nil, nil
+				})
+			})
+			s := open(t, c)
+			h := must[*session.Handle](t)(s.Call(limit(t), "wait"))
+			<-began
+			if role == "worker" {
+				rank := int(c.Servers[0].ID())
+				v.report(rank, false, van.ErrPeerLost) // the first notice has failed when it returns
+				v.report(rank, true, nil)
+			} else {
+				v.report(int(c.Workers[0].ID()), false, van.ErrPeerLost)
+				v.report(int(c.Workers[0].ID()), true, nil)
+			}
+			vantest.Fails(t, h.Wait(limit(t)), van.ErrPeerLost, "rank 0")
+			if err := ended.all(t)[0]; err == nil {
+				t.Error("Serve has ended without an error")
+			}
+		})
+	}
+}

@@ -110,7 +110,8 @@ func (r *Rank) Serve(ctx context.Context) error {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		if s.session != 0 && id == s.controller {
-			s.cancel(knownEnd{fmt.Errorf("%w: the controller, %s: %w", van.ErrPeerLost, r.node.PeerName(id), cause)})
+			// This is no knownEnd: the controller may not have noticed the loss, and may still wait for answers.
+			s.cancel(fmt.Errorf("%w: the controller, %s: %w", van.ErrPeerLost, r.node.PeerName(id), cause))
 		}
 	})()
 	app := appIDs + r.o.ID
@@ -144,7 +145,7 @@ func (r *Rank) Serve(ctx context.Context) error {
 }
 
 // knownEnd is an error that ends a Serve without a notice to the controller: the controller already knows that the session
-// has ended, or the controller itself is lost.
+// has ended.
 type knownEnd struct{ error }
 
 func (k knownEnd) Unwrap() error { return k.error }

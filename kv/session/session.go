@@ -182,11 +182,11 @@ func endTimeout(n cluster.App) time.Duration {
 	return limit
 }
 
-// notifyPause is the time between two attempts to notify a node whose send queue is full.
+// notifyPause is the time between two attempts to notify a node whose send queue is full, or that is considered lost.
 const notifyPause = 10 * time.Millisecond
 
 // notify sends a node a request about the end of a session once. finish waits for its answer until ctx ends, and sends it again
-// while the node's send queue is full.
+// while the node's send queue is full or the node is considered lost: it may be back soon without having noticed the loss.
 func notify(a *kv.SimpleApp, want int32, body []byte, id int) (finish func(ctx context.Context)) {
 	c, err := a.Request(want, body, postoffice.NodeID(id))
 	return func(ctx context.Context) {
@@ -194,7 +194,7 @@ func notify(a *kv.SimpleApp, want int32, body []byte, id int) (finish func(ctx c
 			if err == nil {
 				err = c.Wait(ctx)
 			}
-			if !errors.Is(err, van.ErrQueueFull) {
+			if !errors.Is(err, van.ErrQueueFull) && !errors.Is(err, van.ErrPeerLost) {
 				return
 			}
 			select {
