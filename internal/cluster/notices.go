@@ -1,7 +1,7 @@
 package cluster
 
-// The notices of a worker to the servers about canceled requests, so that they drop them; and how a node sends
-// notices to another one.
+// The notices of a worker to the servers about canceled requests, so that they drop them; how a node sends
+// notices to another one, and sends them again after a loss.
 
 import (
 	"fmt"
@@ -22,11 +22,13 @@ const cancelPrefix = "stepaf/1 given-up "
 // maxNotices bounds the number of notices that a node remembers for each peer.
 const maxNotices = 256
 
-// cancelNotice is a Canceled that was sent, or was to be sent, to a peer.
-type cancelNotice struct {
+// peerNotice is a Canceled that was sent, or was to be sent, to a peer, or a refusal that was to be sent while the peer was lost.
+type peerNotice struct {
 	app         int
 	canceled    Canceled
-	incarnation uint32 // incarnation
+	refusal     []byte // body of a refusal, nil for a Canceled
+	handler     int32  // timestamp of the refused request
+	incarnation uint32 // of the peer's process
 	at          uint64
 }
 
@@ -36,7 +38,7 @@ type notices struct {
 	processes *processes
 	van       van.Van
 	mu        sync.Mutex
-	by        map[int][]cancelNotice
+	by        map[int][]peerNotice
 	sent      atomic.Int32 // number of sent notices, including refusals; the timestamp of the last one
 }
 
@@ -46,7 +48,7 @@ func (s *notices) cancel(id, app int, w Canceled) {
 	if p.incarnation == 0 || failpoint.On("abandon") {
 		return
 	}
-	s.add(id, cancelNotice{app: app, canceled: w, incarnation: p.incarnation, at: clock.Now()})
+	s.add(id, peerNotice{app: app, canceled: w, incarnation: p.incarnation, at: clock.Now()})
 	if s.processes.of(id).lost == nil { // otherwise resend sends it when the peer is back
 		s.send(id, app, w)
 	}
@@ -78,13 +80,17 @@ func (s *notices) sendNotice(id int, body []byte) error {
 func (s *notices) resend(id int) {
 	incarnation := s.processes.of(id).incarnation
 	for _, x := range s.recent(id) {
-		if x.incarnation == incarnation {
+		switch {
+		case x.incarnation != incarnation:
+		case x.refusal != nil:
+			s.sendRefusal(id, x.handler, x.refusal)
+		default:
 			s.send(id, x.app, x.canceled)
 		}
 	}
 }
 
-func (s *notices) add(id int, x cancelNotice) {
+func (s *notices) add(id int, x peerNotice) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	list := s.by[id]
@@ -95,7 +101,7 @@ func (s *notices) add(id int, x cancelNotice) {
 }
 
 // recent returns the notices that are not older than cancelMemory, and forgets the others.
-func (s *notices) recent(id int) []cancelNotice {
+func (s *notices) recent(id int) []peerNotice {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	list, now := s.by[id], clock.Now()
@@ -107,5 +113,5 @@ func (s *notices) recent(id int) []cancelNotice {
 		return nil
 	}
 	s.by[id] = list
-	return append([]cancelNotice(nil), list...)
+	return append([]peerNotice(nil), list...)
 }

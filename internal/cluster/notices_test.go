@@ -40,7 +40,7 @@ func TestNoticeStories(t *testing.T) {
 			self.setName("worker 0")
 			v := &outbox{}
 			p := &processes{self: self, incarnation: 77}
-			s := &notices{self: self, processes: p, van: v, by: map[int][]cancelNotice{}}
+			s := &notices{self: self, processes: p, van: v, by: map[int][]peerNotice{}}
 			said := map[int]int{}
 			for i := range 120 {
 				id := []int{8, 10}[rng.IntN(2)]

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -54,8 +55,8 @@ func (d *declined) Unwrap() []error { return []error{van.ErrRequestRefused, d.wh
 
 // Refuse notifies node id that this node will not answer the request that timestamp ts belongs to: its call fails at
 // once. epoch is that of the request's message. Only reasons of Unanswered, and those that match van.ErrRequestRefused,
-// van.ErrInvalid, van.ErrQueueFull or van.ErrFinished, are sent. A lost process gets no notice, nor does the replacement of the
-// process that asked. The protocol of a C++ process has no refusal: it waits for its limit, and the log reports that.
+// van.ErrInvalid, van.ErrQueueFull or van.ErrFinished, are sent. A lost process gets the notice when it is back; the replacement of the
+// process that asked gets none. The protocol of a C++ process has no refusal: it waits for its limit, and the log reports that.
 // Stats counts refusals for van.ErrInvalid and van.ErrQueueFull, with or without a notice.
 func (a App) Refuse(id int, epoch uint32, app, customer, ts int32, why error) {
 	switch {
@@ -69,7 +70,7 @@ func (a App) Refuse(id int, epoch uint32, app, customer, ts int32, why error) {
 
 func (s *notices) refuse(id int, epoch uint32, app, customer, ts int32, why error) {
 	p := s.processes.of(id)
-	if p.lost != nil || p.epoch != epoch {
+	if p.epoch != epoch {
 		return
 	}
 	var words []string
@@ -87,7 +88,7 @@ func (s *notices) refuse(id int, epoch uint32, app, customer, ts int32, why erro
 		return
 	}
 	switch {
-	case !p.known:
+	case !p.known || p.lost != nil && p.incarnation == 0:
 		return
 	case p.incarnation == 0:
 		s.self.rarely("refused: original").Warn("a request was refused; its worker is a C++ StepMesh process, which cannot be notified and waits for its limit",
@@ -95,7 +96,18 @@ func (s *notices) refuse(id int, epoch uint32, app, customer, ts int32, why erro
 		return
 	}
 	body := fmt.Appendf(nil, "%s%d %d %d %s %s", refusedPrefix, app, customer, ts, strings.Join(words, ","), logx.Printable(text))
-	if err := s.sendNotice(id, body[:min(len(body), maxRefused)]); err != nil {
+	body = body[:min(len(body), maxRefused)]
+	if p.lost != nil {
+		s.add(id, peerNotice{refusal: body, handler: ts, incarnation: p.incarnation, at: clock.Now()})
+		if s.processes.of(id).lost != nil {
+			return // resend sends it when the peer is back
+		}
+	}
+	s.sendRefusal(id, ts, body)
+}
+
+func (s *notices) sendRefusal(id int, ts int32, body []byte) {
+	if err := s.sendNotice(id, body); err != nil {
 		s.self.log.Info("could not notify a worker that its request is refused", "worker", s.self.peerName(id), "handler", ts, "err", err)
 	}
 }

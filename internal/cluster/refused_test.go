@@ -5,10 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -76,5 +78,38 @@ func TestReadRefused(t *testing.T) {
 		if !errors.Is(why, want) || why != nil && why.Error() != logx.Printable(why.Error()) {
 			t.Errorf("%q is read as %v, want %v", body, why, want)
 		}
+	}
+}
+
+// TestRefusedWhileLost: a refusal for a process that is considered lost is sent when that process is back, and not to its replacement.
+func TestRefusedWhileLost(t *testing.T) {
+	out := &sent{}
+	n := &Node{nodeInfo: nodeInfo{log: slog.New(slog.DiscardHandler)}, transport: transport{van: out}}
+	n.assemble()
+	n.processes.change(9, func(p *process) { p.known, p.incarnation, p.epoch, p.lost = true, 5, 2, van.ErrPeerLost })
+	n.App().Refuse(9, 1, 7, 3, 19, van.ErrInvalid) // of the earlier process
+	n.App().Refuse(9, 2, 7, 3, 20, Unanswered(van.ErrPeerLost))
+	if len(out.bodies) > 0 {
+		t.Errorf("%q are told while the worker is lost", out.bodies)
+	}
+	back := func() {
+		n.processes.change(9, func(p *process) { p.lost = nil })
+		n.perform(membership.PeerAlive{ID: 9})
+	}
+	back()
+	if want := []string{"stepaf/1 refused 7 3 20 unanswered peer lost"}; !slices.Equal(out.bodies, want) {
+		t.Errorf("%q are told, want %q", out.bodies, want)
+	}
+	n.processes.change(9, func(p *process) { p.lost = van.ErrPeerLost })
+	for range 2 * maxNotices {
+		n.App().Refuse(9, 2, 7, 3, 20, van.ErrInvalid)
+	}
+	if k := len(n.notices.by[9]); k != maxNotices {
+		t.Errorf("%d refusals are remembered, want %d", k, maxNotices)
+	}
+	n.processes.change(9, func(p *process) { p.incarnation, p.epoch = 6, 3 })
+	back()
+	if len(out.bodies) > 1 {
+		t.Errorf("the replacement receives %q", out.bodies[1:])
 	}
 }

@@ -221,7 +221,7 @@ func newNode(o Options) (*Node, error) {
 // assemble connects the parts of n. nodeInfo and van are complete.
 func (n *Node) assemble() {
 	n.processes.self, n.processes.incarnation = &n.nodeInfo, n.incarnation
-	n.notices.self, n.notices.processes, n.notices.van, n.notices.by = &n.nodeInfo, &n.processes, n.transport.van, map[int][]cancelNotice{}
+	n.notices.self, n.notices.processes, n.notices.van, n.notices.by = &n.nodeInfo, &n.processes, n.transport.van, map[int][]peerNotice{}
 	n.apps.init(&n.nodeInfo, &n.processes, &n.notices)
 	n.pending.init(&n.nodeInfo, &n.processes, &n.apps)
 	n.ending.workers = map[int]workerMessage{}
