@@ -173,7 +173,7 @@ type serving struct {
 	gone       uint64                 // the last session that was canceled before it began
 	next       uint64                 // number of the next call
 	waits      map[uint64]pendingCall // calls that arrived before their turn
-	last       *pendingCall           // the request for the end, finish at the end
+	last       *pendingCall           // the request for the end, answered at the end
 	work       chan pendingCall
 
 	values map[uint64]any // by handle; used only by the goroutine that runs functions
@@ -230,7 +230,7 @@ func (s *serving) asked(m kv.SimpleMessage) {
 	}
 }
 
-// errLater: a wantOpen that is not finish. A controller that still waits sends it again.
+// errLater: a wantOpen that is not answered. A controller that still waits sends it again.
 var errLater = errors.New("not now")
 
 // open joins the session of w, if the rank is free.
@@ -344,10 +344,10 @@ func (s *serving) answer(w pendingCall, a answer) {
 		}
 		s.mu.Lock()
 		if awaited && a.outcome != refused && w.q.session == s.session {
-			s.cancel(fmt.Errorf("a call could not be finish: %w", err))
+			s.cancel(fmt.Errorf("a call could not be answered: %w", err))
 		}
 		s.mu.Unlock()
-		s.r.node.Rarely("session: not finish").Warn("call not finish", "err", err)
+		s.r.node.Rarely("session: not answered").Warn("call not answered", "err", err)
 	}
 }
 
