@@ -27,22 +27,22 @@ type store struct {
 	values map[kv.Key][]float32
 }
 
-// handle is the handler of the server: a push subtracts a tenth of the gradient, a pull gets the values.
+// handle is the server's handler: a push subtracts a tenth of the gradient, a pull gets the values.
 func (s *store) handle(r kv.Request[float32]) {
-	if r.Push && len(r.Vals) != width*len(r.Keys) {
-		report(r.Refuse(fmt.Errorf("%d values for %d keys, want %d for each", len(r.Vals), len(r.Keys), width)))
+	if r.Push && (len(r.Lens) > 0 || len(r.Vals) != width*len(r.Keys)) {
+		report(r.Refuse(fmt.Errorf("want %d values for each of %d keys, no lengths", width, len(r.Keys))))
 		return
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	answer := kv.Pairs[float32]{} // a push is answered without values
+	answer := kv.Pairs[float32]{} // empty for a push
 	for i, key := range r.Keys {
 		v := s.values[key]
 		if v == nil {
 			v = make([]float32, width)
-			s.values[key] = v
 		}
 		if r.Push {
+			s.values[key] = v
 			for j, gradient := range r.Vals[i*width : (i+1)*width] {
 				v[j] -= 0.1 * gradient
 			}
@@ -56,8 +56,7 @@ func (s *store) handle(r kv.Request[float32]) {
 	report(r.Respond(answer))
 }
 
-// save writes the values to a new file and renames it, so that no half-written file is ever read.
-// Two workers can request a save at the same time: the second save waits until the first has renamed the file.
+// save writes a new file and renames it, so that no half-written file is read. Concurrent saves take turns.
 func (s *store) save(file string) error {
 	s.saving.Lock()
 	defer s.saving.Unlock()
@@ -82,7 +81,13 @@ func (s *store) load(file string) error {
 		return err
 	}
 	defer f.Close()
-	return gob.NewDecoder(f).Decode(&s.values)
+	err = gob.NewDecoder(f).Decode(&s.values)
+	for key, v := range s.values {
+		if len(v) != width {
+			err = fmt.Errorf("%s: key %d: want %d values", file, key, width)
+		}
+	}
+	return err
 }
 
 func main() {
