@@ -60,8 +60,10 @@ func (t *inbounds[D, L, I]) EnterLocked(in I) error {
 	x := in.Base()
 	switch {
 	case t.closed.Load():
+		x.Marks.end()
 		return van.ErrClosed
 	case slices.Contains(t.replaced, x.Process):
+		x.Marks.end()
 		return fmt.Errorf("%s: %w", van.NodeName(x.From), van.ErrReplaced)
 	}
 	x.Held.Store(true)
@@ -84,6 +86,7 @@ func (t *inbounds[D, L, I]) EnterLocked(in I) error {
 func (t *inbounds[D, L, I]) RemoveLocked(in I) {
 	ins := slices.DeleteFunc(slices.Clone(t.Ins()), func(x I) bool { return x == in })
 	t.ins.Store(&ins)
+	in.Base().Marks.end()
 }
 
 // TakeIns removes all links from peers, and returns them: nothing reads or ends them any more.
@@ -92,6 +95,9 @@ func (t *inbounds[D, L, I]) TakeIns() []I {
 	defer t.Mu.Unlock()
 	ins := t.Ins()
 	t.ins.Store(&[]I{})
+	for _, in := range ins {
+		in.Base().Marks.end()
+	}
 	return ins
 }
 

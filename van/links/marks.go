@@ -84,7 +84,14 @@ func (w *Marks) Arrived(mark Mark, m *van.Message) bool {
 	}
 	last := w.missing.And(^bit) == bit
 	if last {
-		w.limit.Stop() // it refers to the van
+		w.end()
 	}
 	return last
+}
+
+// end stops the timer, which refers to the van: the last mark has arrived, or the link has ended.
+func (w *Marks) end() {
+	if w.limit != nil {
+		w.limit.Stop()
+	}
 }

@@ -3,6 +3,7 @@ package links
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"syscall"
 	"testing"
@@ -152,5 +153,46 @@ func TestTimeOfMarks(t *testing.T) {
 	}
 	if w.limit.Stop() {
 		t.Error("the timer runs")
+	}
+}
+
+// TestTimeOfMarksOfEndedLink: the timer of a link that ends before its marks have arrived stops: it would keep the van for MarkTime.
+func TestTimeOfMarksOfEndedLink(t *testing.T) {
+	for name, end := range map[string]func(p *Table[struct{}, *testLink, *testIn], in *testIn) error{
+		"removed": func(p *Table[struct{}, *testLink, *testIn], in *testIn) error {
+			defer p.RemoveLocked(in)
+			return p.EnterLocked(in)
+		},
+		"taken": func(p *Table[struct{}, *testLink, *testIn], in *testIn) error {
+			defer p.TakeIns()
+			p.Mu.Lock()
+			defer p.Mu.Unlock()
+			return p.EnterLocked(in)
+		},
+		"closed": func(p *Table[struct{}, *testLink, *testIn], in *testIn) error {
+			p.BeginClose()
+			if err := p.EnterLocked(in); !errors.Is(err, van.ErrClosed) {
+				return fmt.Errorf("a link of a closed table: %w, want ErrClosed", err)
+			}
+			return nil
+		},
+		"replaced": func(p *Table[struct{}, *testLink, *testIn], in *testIn) error {
+			connect(p, 9, Process{1})
+			connect(p, 9, Process{2})
+			if err := p.EnterLocked(in); !errors.Is(err, van.ErrReplaced) {
+				return fmt.Errorf("a link of a replaced process: %w, want ErrReplaced", err)
+			}
+			return nil
+		},
+	} {
+		p := newTable(t)
+		in := &testIn{Inbound: Inbound{From: 9, Process: Process{1}}}
+		in.Marks.Await(Mark{}, func() {})
+		if err := end(p, in); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if in.Marks.limit.Stop() {
+			t.Errorf("%s: the timer runs", name)
+		}
 	}
 }
