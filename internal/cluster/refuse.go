@@ -54,7 +54,7 @@ func (d *declined) Error() string { return van.ErrRequestRefused.Error() + ": " 
 func (d *declined) Unwrap() []error { return []error{van.ErrRequestRefused, d.why} }
 
 // Refuse notifies node id that this node will not answer the request that timestamp ts belongs to: its call fails at
-// once. epoch is that of the request's message. Only reasons of Unanswered, and those that match van.ErrRequestRefused,
+// once. epoch is that of the request's message. Only reasons of Unanswered, and reasons that match van.ErrRequestRefused,
 // van.ErrInvalid, van.ErrQueueFull or van.ErrFinished, are sent. A lost process gets the notice when it is back; the replacement of the
 // process that asked gets none. The protocol of a C++ process has no refusal: it waits for its limit, and the log reports that.
 // Stats counts refusals for van.ErrInvalid and van.ErrQueueFull, with or without a notice.
