@@ -210,7 +210,10 @@ func TestAnswerNotSent(t *testing.T) {
 	hook.OnSend(func(*van.Message) hooks.Verdict { return hooks.Refuse(van.ErrQueueFull) })
 	h := must[*session.Handle](t)(s.Call(limit(t), "rank"))
 	vantest.Fails(t, h.Wait(limit(t)), van.ErrRequestRefused, `call 1, "rank"`, "rank 0 (server 0")
-	vantest.Fails(t, ended.all(t)[0], van.ErrQueueFull, "a call could not be answered: ")
+	err := ended.all(t)[0]
+	if err == nil || !strings.Contains(err.Error(), "the controller has ended the session") { // its notice was faster
+		vantest.Fails(t, err, van.ErrQueueFull, "a call could not be answered: ")
+	}
 	hook.OnSend(nil)
 }
 
