@@ -61,6 +61,12 @@ func (s *notices) send(id, app int, w Canceled) {
 	}
 }
 
+func (s *notices) sendRefusal(id int, ts int32, body []byte) {
+	if err := s.sendNotice(id, body); err != nil {
+		s.self.log.Info("could not notify a worker that its request is refused", "worker", s.self.peerName(id), "handler", ts, "err", err)
+	}
+}
+
 // sendNotice sends node id a notice.
 func (s *notices) sendNotice(id int, body []byte) error {
 	msg := &van.Message{}

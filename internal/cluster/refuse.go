@@ -105,9 +105,3 @@ func (s *notices) refuse(id int, epoch uint32, app, customer, ts int32, why erro
 	}
 	s.sendRefusal(id, ts, body)
 }
-
-func (s *notices) sendRefusal(id int, ts int32, body []byte) {
-	if err := s.sendNotice(id, body); err != nil {
-		s.self.log.Info("could not notify a worker that its request is refused", "worker", s.self.peerName(id), "handler", ts, "err", err)
-	}
-}
