@@ -57,7 +57,7 @@ type exchangeMemory struct {
 	mapped []backend.Mem       // memory of peers' devices, with the tensors that they send
 	begun  backend.Mem         // flag in pinned host memory: a round has begun; empty without a limit
 	void   backend.Mem         // flag in pinned host memory: sends are invalid
-	sends  []backend.FlagWrite // what a send writes, in this order; made by the first one
+	sends  []backend.FlagWrite // the words that a send writes, in this order; nil before the first
 }
 
 // peerMemory is the memory that an end and one of its peers share.

@@ -77,7 +77,7 @@ func (e *gpuEvent) use(op string, f func() error) error {
 	})
 }
 
-// recordable refuses a stream that is being captured: what is recorded there would happen when the graph runs, perhaps never.
+// recordable refuses a stream that is being captured: a record there would happen when the graph runs, perhaps never.
 func (e *gpuEvent) recordable(d streamDriver, stream uintptr) error {
 	capturing, err := d.streamCapturing(stream)
 	if capturing {

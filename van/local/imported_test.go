@@ -146,7 +146,7 @@ func TestFullList(t *testing.T) {
 	defer hostmem.Free(mem)
 	a := mem.Owner().(*hostmem.Allocation)
 	l := &outLink{}
-	l.queue.put(&queued{}) // what is sent now waits
+	l.queue.put(&queued{}) // later records wait
 	s := exportedAllocations{l: l, inodes: map[uint64]uint64{}}
 	for i := range uint64(maxImportedFiles) {
 		s.inodes[i] = i
