@@ -51,8 +51,8 @@ func (n *Node) Ended() <-chan struct{} { return n.core().App().Ended() }
 func (n *Node) IsRecovery() bool { return n.core().IsRecovery() }
 
 // OnPeer makes the node call f when a peer is lost (up false, with the cause) and when it or its replacement is back (up
-// true). f must not block. It must call Close on another goroutine, since Close waits for f. The returned function
-// removes f.
+// true). f must not block. To close the node, f starts a
+// goroutine that calls Close, which waits for f. The returned function removes f.
 func (n *Node) OnPeer(f func(id NodeID, up bool, cause error)) (stop func()) {
 	return n.core().OnPeer(func(id int, up bool, cause error) { f(NodeID(id), up, cause) })
 }

@@ -24,6 +24,7 @@ func (s *ends) eager(t *testing.T, p *pair) {
 // TestInvalidCapture: a capture that the driver has invalidated ends no exchange: nothing of it is executed.
 func TestInvalidCapture(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
+	s.captured = true
 	p := s.prepare(t, 10, 10)[0]
 	g := s.workers[0].dev.Capture(stream)
 	g.Invalidate()

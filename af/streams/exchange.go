@@ -51,7 +51,7 @@ type Exchange struct {
 
 	queueing sync.Mutex // guards sendNext, and serializes the work put into streams
 	sendNext bool
-	half     bool // the first half of the round that has begun is in a graph; unless sendNext == first
+	half     bool // the first half of the open round was captured; no round is open if sendNext == first
 	captured atomic.Bool
 	closed   atomic.Bool
 
@@ -107,22 +107,23 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 	if send {
 		put = x.mem.send
 	}
+	if captures {
+		x.captured.Store(true)
+	}
 	if err := put(s); err != nil {
-		if captures {
-			x.sendNext = x.first // a capture with an error is never executed
+		if captures { // nothing is executed unless the caller replays a graph that he got an error for
+			x.sendNext = x.first
 		} else {
 			x.fail(err) // some of the work may be in the stream
 		}
 		return x.wrong(op, err)
 	}
 	x.sendNext, x.half = !send, captures
-	if captures {
-		x.captured.Store(true)
-	}
 	return nil
 }
 
-// turn returns an error unless it is the turn of a send, or of a receive. Both halves of a round are captured, or neither is.
+// turn returns an error unless it is the turn of a send, or of a receive. Both halves of a round are captured, or neither is. If the
+// first half was captured, an error ends the round, since its capture may have been canceled.
 // queueing is held.
 func (x *Exchange) turn(op string, send, captures bool) error {
 	if err := x.Check(); err != nil {
@@ -132,12 +133,12 @@ func (x *Exchange) turn(op string, send, captures bool) error {
 	if x.sendNext == send && !mixed {
 		return nil
 	}
-	if x.sendNext != x.first && x.half { // the capture of the first half may have been canceled
+	if x.sendNext != x.first && x.half {
 		x.sendNext = x.first
-		return x.wrong(op, fmt.Errorf("%w: a round has begun in a capture, want its other half there; if that capture was canceled, begin the round again", af.ErrStarted))
+		return x.wrong(op, fmt.Errorf("%w: the first half of this round was captured, capture the other half, too; if that capture was canceled, begin the round again", af.ErrStarted))
 	}
 	if mixed {
-		return x.wrong(op, fmt.Errorf("%w: a round has begun, and this call is in a capture, which would have half of it", af.ErrStarted))
+		return x.wrong(op, fmt.Errorf("%w: the first half of this round was not captured, so the other half cannot be", af.ErrStarted))
 	}
 	return x.wrong(op, fmt.Errorf("%w: sends and receives alternate", af.ErrStarted))
 }

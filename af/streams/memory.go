@@ -48,7 +48,7 @@ type memory struct {
 }
 
 // exchangeMemory is the memory that an exchange copies, and its flags unless it is an exchange by hosts. It is
-// constant after its creation, except for additions by reach and mapOut.
+// constant after its creation, except for reach, mapOut and the first send.
 type exchangeMemory struct {
 	m      *memory
 	slot   backend.Mem  // slot of this end

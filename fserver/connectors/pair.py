@@ -93,7 +93,7 @@ class _Side:
         self.device = torch.device(device)
         self.timeout_ms = timeout_ms if timeout_ms is None else _count("timeout_ms", timeout_ms, 1 << 40)
         self.stream_host = channels.stream_host(self.device) if streams else ""
-        self.no_streams = "" if self.stream_host else "%s: %s" % (self, "its tensors are on %s" % self.device if streams else "streams=False")
+        self.no_streams = "" if self.stream_host else "%s: %s" % (self, "its tensors are on %s, which cannot exchange in streams" % self.device if streams else "streams is off")
         self.path = ""  # how micro-batches are exchanged, once the ranks have agreed: streams, or messages and why not streams
         self._channels = channels.Channels(self.device, self.width, self.out_dtype, timeout_ms, self._keys)
 

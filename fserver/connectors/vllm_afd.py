@@ -196,7 +196,7 @@ class StepMeshAFDConnector(AFDConnectorBase):
     def _send(self, hidden_states, router_logits, stage, layer):
         side = self._open("attention")
         if not side.streams and _pair().channels.capturing(side.device):
-            raise RuntimeError("%s: CUDA graphs need streams between these ranks: connector_extra_config has \"streams\": false or replace_ms, or the ranks are on several hosts; set enforce_eager" % side)
+            raise RuntimeError("%s: CUDA graphs need streams, and micro-batches go in %s: set enforce_eager, or remove that reason" % (side, side.path))
         side.send(stage, [hidden_states] if router_logits is None else [hidden_states, router_logits], layer=layer)
 
     def recv_ffn_output(self, ref_tensor, ubatch_idx=0, **kwargs):
@@ -334,8 +334,8 @@ class StepMeshAFDControlPlane(AFDControlPlane):
         return first
 
     def _graph(self, payload, counts):
-        """Makes the plugin's runner replay only graphs that fit. It finds them by the counts that the model got. A graph also
-        depends on the rows of each attention rank, and on exchanges that have not ended since its capture."""
+        """Prevents the replay of a graph that does not fit this step. The plugin's runner finds graphs by the counts that the model
+        got. A graph also depends on the rows of each attention rank, and on exchanges that have not ended since its capture."""
         c = self.connector
         name = str(sorted(_all_counts(payload).items()))
         depends = counts, c.side._channels.ended

@@ -227,8 +227,9 @@
 	"not wait: synchronize with the stream before."
 #define DOC_STREAMS_CLOSE \
 	"close($self, /)\n--\n\n" \
-	"End the exchange on all its nodes, as dropping it does. Rounds that the stream has not\n" \
-	"done are given up, and their tensors undefined: synchronize the stream before. Raises what\n" \
+	"End the exchange on all its nodes, as dropping it does. Rounds that are not complete are\n" \
+	"canceled, and the contents of their tensors undefined: first synchronize the stream, and\n" \
+	"wait until the peers have received the last data, for example with a barrier. Raises what\n" \
 	"check() raises; the exchange is closed in that case, too. Captured graphs keep the tensors."
 
 #define DOC_WAIT \

@@ -56,8 +56,8 @@ func (u unasking) Unwrap() van.Van { return u.Van }
 
 func (unasking) Alive(int) bool { return false }
 
-// TestCloseWhenAPeerIsLost: a function that is called with a loss may close the node, whichever part noticed the
-// loss.
+// TestCloseWhenAPeerIsLost: Close ends also within a function that is called with a loss, which it waits for up to its limit,
+// whichever part noticed the loss.
 func TestCloseWhenAPeerIsLost(t *testing.T) {
 	for _, by := range []string{"connection", "heartbeats"} {
 		for _, over := range []testcluster.Transport{testcluster.InProc, testcluster.TCP, testcluster.SHM} {

@@ -40,8 +40,8 @@ type transport struct {
 func (n *Node) Alive() error { return n.lifetime.Alive() }
 
 // OnPeer makes the node call f when a peer is lost (up false, with the cause) and when the peer or its replacement is back
-// (up true). f must not block. It must call Close on another goroutine, since Close waits for f. The returned function
-// removes f.
+// (up true). f must not block. To close the node, f starts a
+// goroutine that calls Close, which waits for f. The returned function removes f.
 func (n *Node) OnPeer(f func(id int, up bool, cause error)) (stop func()) {
 	return n.watchers.add(f)
 }

@@ -22,7 +22,7 @@ const cancelPrefix = "stepaf/1 given-up "
 // maxNotices bounds the number of notices that a node remembers for each peer.
 const maxNotices = 256
 
-// peerNotice is a Canceled that was sent, or was to be sent, to a peer, or a refusal that was to be sent while the peer was lost.
+// peerNotice is a notice for one peer: a Canceled, or a refusal that waits until the peer is back.
 type peerNotice struct {
 	app         int
 	canceled    Canceled

@@ -29,8 +29,8 @@ var refusalKinds = [...]struct {
 // errUnanswered: a push was processed, but the transport has not taken its answer.
 var errUnanswered = errors.New("the push was processed, but its answer was not sent")
 
-// Unanswered returns err, with which the transport has refused the answer to a push, as the reason of a refusal. The
-// worker's error matches no error of a request that was not processed: a worker may repeat such a request.
+// Unanswered wraps err, the transport's error for the answer to a push. The worker's error then matches none of those that mean that
+// a request was not processed, which the worker may repeat.
 func Unanswered(err error) error { return fmt.Errorf("%w: %w", errUnanswered, err) }
 
 // Declined returns why as the reason of a handler that refuses a request. A reason that matches van.ErrFinished stays
@@ -55,7 +55,7 @@ func (d *declined) Unwrap() []error { return []error{van.ErrRequestRefused, d.wh
 
 // Refuse notifies node id that this node will not answer the request that timestamp ts belongs to: its call fails at
 // once. epoch is that of the request's message. Only reasons of Unanswered, and reasons that match van.ErrRequestRefused,
-// van.ErrInvalid, van.ErrQueueFull or van.ErrFinished, are sent. A lost process gets the notice when it is back; the replacement of the
+// van.ErrInvalid, van.ErrQueueFull or van.ErrFinished, are sent. A lost process gets the last of them (maxNotices) when it is back; the replacement of the
 // process that asked gets none. The protocol of a C++ process has no refusal: it waits for its limit, and the log reports that.
 // Stats counts refusals for van.ErrInvalid and van.ErrQueueFull, with or without a notice.
 func (a App) Refuse(id int, epoch uint32, app, customer, ts int32, why error) {

@@ -185,8 +185,8 @@ func endTimeout(n cluster.App) time.Duration {
 // notifyPause is the time between two attempts to notify a node whose send queue is full, or that is considered lost.
 const notifyPause = 10 * time.Millisecond
 
-// notify sends a node a request about the end of a session once. finish waits for its answer until ctx ends, and sends it again
-// while the node's send queue is full or the node is considered lost: it may be back soon without having noticed the loss.
+// notify sends a node a request about the end of a session. finish waits for the answer. Until ctx ends, it repeats the request if
+// the node's send queue was full, or the node is considered lost: it may be back without having noticed the loss.
 func notify(a *kv.SimpleApp, want int32, body []byte, id int) (finish func(ctx context.Context)) {
 	c, err := a.Request(want, body, postoffice.NodeID(id))
 	return func(ctx context.Context) {

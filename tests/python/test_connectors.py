@@ -240,7 +240,7 @@ def test_no_replacement(monkeypatch, replace_ms):
     monkeypatch.setattr(pair.f, "wait", lambda *args, **kw: None)
     side = Attention(0, 1, 1, width=WIDTH, dtype=torch.float32, max_rows=MOST, layers=LAYERS, replace_ms=replace_ms)
     side._greeted = True
-    monkeypatch.setattr(pair, "_compared", lambda reply: "ffn 0: streams=False")
+    monkeypatch.setattr(pair, "_compared", lambda reply: "ffn 0: streams is off")
     round_ = pair._Round(None, 1, [MOST], [Exchange()])
     with pytest.raises(ConnectionError, match="stage 2, layer 1, ffn 0: it is lost"):
         side._finish(2, round_, 0, 1)
@@ -620,7 +620,7 @@ def test_unlike(cluster):
 # Both sides say how they exchange micro-batches, and why not in streams.
 
 WAYS = (("here", "here", "streams"), ("here", "there", "messages, not streams: attention 0 and ffn 0 are on different hosts"),
-        ("here", "", "messages, not streams: ffn 0: its tensors are on cpu"), ("", "here", "messages, not streams: attention 0: its tensors are on cpu"))
+        ("here", "", "messages, not streams: ffn 0: its tensors are on cpu, which cannot exchange in streams"), ("", "here", "messages, not streams: attention 0: its tensors are on cpu, which cannot exchange in streams"))
 
 
 def path_attention(n):

@@ -20,8 +20,8 @@ import (
 // memory is unmapped when Free was called and no transport uses it any more.
 type Allocation struct {
 	base  unsafe.Pointer
-	n     int // bytes of the allocation
-	size  int // with the rest of the last page
+	n     int // requested bytes
+	size  int // mapped bytes: n rounded up to whole pages
 	users atomic.Int32
 	free  sync.Once
 

@@ -81,7 +81,7 @@ func (t *Table[D, L, I]) Connect(n *Node[D, L]) {
 }
 
 // retireLocked makes the change f to the map of peers, with which n leaves the table, and returns n's link. The caller passes it to end
-// later: Links has it until then. n may be zero.
+// later: Links has it until then. n may be nil.
 func (t *Table[D, L, I]) retireLocked(n *Node[D, L], f func(map[int]*Node[D, L])) (l L) {
 	if n != nil {
 		if l = n.Link(); l != *new(L) {

@@ -137,7 +137,7 @@ func TestDescribedMemory(t *testing.T) {
 	}
 }
 
-// TestFullList: a peer that knows as many allocations as it maps uses the former file of none.
+// TestFullList: a peer with a full list learns of no further allocation, and uses none of which it knows a former file.
 func TestFullList(t *testing.T) {
 	mem, err := hostmem.Alloc(1 << 16)
 	if err != nil {

@@ -83,7 +83,7 @@ func (s *store) load(file string) error {
 	defer f.Close()
 	err = gob.NewDecoder(f).Decode(&s.values)
 	for key, v := range s.values {
-		if len(v) != width {
+		if err == nil && len(v) != width {
 			err = fmt.Errorf("%s: key %d: want %d values", file, key, width)
 		}
 	}
