@@ -49,7 +49,7 @@ type Exchange struct {
 	names      []name // its keys in ends.all; guarded by ends.mu
 	connecting bool   // a worker's offer is open, and some servers have not answered; guarded by ends.mu
 
-	queueing sync.Mutex // guards sendNext, and serializes the work put into streams
+	queueing sync.Mutex // guards sendNext and half, and serializes the work put into streams
 	sendNext bool
 	half     bool // the first half of the open round was captured; no round is open if sendNext == first
 	captured atomic.Bool
@@ -111,7 +111,7 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 		x.captured.Store(true)
 	}
 	if err := put(s); err != nil {
-		if captures { // nothing is executed unless the caller replays a graph that he got an error for
+		if captures { // the stream has done nothing
 			x.sendNext = x.first
 		} else {
 			x.fail(err) // some of the work may be in the stream
@@ -123,8 +123,7 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 }
 
 // turn returns an error unless it is the turn of a send, or of a receive. Both halves of a round are captured, or neither is. If the
-// first half was captured, an error ends the round, since its capture may have been canceled.
-// queueing is held.
+// first half was captured, an error ends the round, since its capture may have been canceled. queueing is held.
 func (x *Exchange) turn(op string, send, captures bool) error {
 	if err := x.Check(); err != nil {
 		return err

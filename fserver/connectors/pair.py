@@ -68,6 +68,11 @@ def _bytes(t):
     return ctypes.string_at(t.data_ptr(), t.numel())
 
 
+def _of_bytes(data):
+    """Returns a tensor of bytes."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 def _dtype_name(dtype):
     return str(dtype).replace("torch.", "")
 
@@ -186,7 +191,7 @@ class Attention(_Side):
         text = dict(self._hello(), who="%s at %s, pid %d" % (self, socket.gethostname(), os.getpid()), again=again, stream_host=self.stream_host, no_streams=self.no_streams)
         if again and self._latest is not None and not self.streams:  # with streams a replacement begins with a new step
             text["control"] = self._latest.decode("latin-1")
-        return torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8)
+        return _of_bytes(json.dumps(text).encode())
 
     def _greet(self):
         self._replies = [torch.zeros(TEXT, dtype=torch.uint8) for _ in self.peers]
@@ -515,7 +520,7 @@ class Attention(_Side):
                 self._lost.add(i)  # a replacement gets this message
             except f.Error as e:
                 wrong = wrong or e  # the other ranks still get the message
-        text, key = torch.frombuffer(bytearray(data), dtype=torch.uint8), _key(CONTROL, self.rank)
+        text, key = _of_bytes(data), _key(CONTROL, self.rank)
         for i, peer in enumerate(self.peers):
             try:
                 self._control.append((i, f.push_pull([text], [key], [torch.zeros(1, dtype=torch.uint8)], [key], servers=[peer])))
@@ -906,7 +911,7 @@ class FFN(_Side):
 
 def _compared(reply):
     """Returns why the micro-batches are not exchanged in streams, or "". Raises the error in an answer to a handshake."""
-    text = bytes(reply.tolist()).rstrip(b"\0").decode(errors="replace")
+    text = _bytes(reply).rstrip(b"\0").decode(errors="replace")
     if text[:1] not in ("+", "="):
         raise Mismatch(text[1:])
     return text[1:]
@@ -914,7 +919,7 @@ def _compared(reply):
 
 def _text(text):
     """Encodes an answer to a handshake."""
-    return torch.tensor(list(text.encode()[:TEXT].ljust(TEXT, b"\0")), dtype=torch.uint8)
+    return _of_bytes(text.encode()[:TEXT].ljust(TEXT, b"\0"))
 
 
 def _shapes(tensors):
