@@ -245,7 +245,7 @@ func TestOutOfReach(t *testing.T) {
 	}
 }
 
-// TestIdle: a process whose node waits uses less than 1 % of a core.
+// TestIdle: a process whose node waits is woken 60 to 180 times a second.
 func TestIdle(t *testing.T) {
 	_, p, w := pair(t, testcluster.Options{}, nil)
 	for i := range 200 {
@@ -253,21 +253,8 @@ func TestIdle(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	used := func() time.Duration {
-		b, err := os.ReadFile("/proc/" + strconv.Itoa(p.PID()) + "/stat")
-		if err != nil {
-			t.Fatal(err)
-		}
-		f := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+2:]))
-		user, err1 := strconv.Atoi(f[11])
-		system, err2 := strconv.Atoi(f[12])
-		if err := errors.Join(err1, err2); err != nil {
-			t.Fatal(err)
-		}
-		return time.Duration(user+system) * 10 * time.Millisecond
-	}
 	<-time.After(100 * time.Millisecond) // for spinning to end
-	vantest.Idle(t, "the server", used, 4*time.Second, 0.01)
+	vantest.Idle(t, "the server", p.PID(), 600)
 	if err := roundTrip(w, 1, 1000); err != nil {
 		t.Fatal(err)
 	}

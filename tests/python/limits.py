@@ -1,7 +1,8 @@
 """A plugin of pytest: every test has a limit. A test fails when its thread has waited in one place for STILL seconds while no
-process of the test wants a processor, or for BUSY seconds times the load of the machine. The report says where it waited.
-A test marked pytest.mark.still(seconds) may wait for so long: it reads much from a cold disk, for example."""
+process of the test wants a processor or waits for a disk, or for BUSY seconds times the load of the machine. The report says where
+it waited, and what its processes did. A test marked pytest.mark.still(seconds) may wait for so long."""
 
+import collections
 import glob
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 STILL = float(os.environ.get("PYTEST_STILL", 45))  # the plugin's own test makes it shorter
 BUSY = 400  # more than a cluster of the harness may take
 SHARE = 0.2  # of one CPU: processes that need more are working
+WINDOW = 3  # seconds for which the processes are observed
 LAST = 30  # after so many seconds more the whole run ends: the thread is in C code
 
 SIGNAL = signal.SIGRTMIN + 7
@@ -49,6 +51,18 @@ def wanted():
                 continue
             times[name] = (int(ran) + int(waited)) / 1e9
     return times
+
+
+def states():
+    """The threads of all processes of the test: process, name and state. A thread in state D waits for a disk."""
+    for pid in tree(os.getpid()):
+        for name in glob.glob(f"/proc/{pid}/task/*/stat"):
+            try:
+                with open(name) as f:
+                    head, rest = f.read().rsplit(")", 1)
+            except (OSError, ValueError):
+                continue
+            yield pid, head.split(" (", 1)[1], rest.split()[0]
 
 
 def load():
@@ -91,13 +105,19 @@ class Watch:
             return ""
         if waited > BUSY * load():
             return f"it has waited in one place for {waited:.0f} s"
-        before, begun = wanted(), time.monotonic()
-        if not before or self.over.wait(3):
+        before, begun, disk = wanted(), time.monotonic(), 0
+        if not before:
             return ""
+        for _ in range(WINDOW * 10):
+            if self.over.wait(0.1):
+                return ""
+            disk += 0.1 * any(state == "D" for _, _, state in states())
         demand = sum(t - before.get(name, 0) for name, t in wanted().items())
-        if demand > SHARE * (time.monotonic() - begun):
+        if demand + disk > SHARE * (time.monotonic() - begun):
             return ""
-        return f"it has waited in one place for {waited:.0f} s, and its processes want {demand:.2f} s of processor time in 3 s"
+        threads = collections.Counter(f"{pid} {program} {state}" for pid, program, state in states() if pid != os.getpid())
+        return (f"it has waited in one place for {waited:.0f} s, and its processes want {demand:.2f} s of processor time and {disk:.1f} s of a disk in {WINDOW} s"
+                f"; threads of its children by process, name and state: {dict(threads)}")
 
     def end(self):
         """Ends the run: the thread does not take the signal."""

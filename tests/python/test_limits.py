@@ -36,5 +36,5 @@ def test_hang(tmp_path):
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "limits", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)],
                           env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
     assert done.returncode == 1, done.stdout
-    for want in ("threading.Event().wait()", 'subprocess.run(["sleep", "100"])', "limits.Late: it has waited in one place for ", "2 failed, 2 passed, 1 error"):
+    for want in ("threading.Event().wait()", 'subprocess.run(["sleep", "100"])', "limits.Late: it has waited in one place for ", " sleep S': 1}", "2 failed, 2 passed, 1 error"):
         assert want in done.stdout, done.stdout

@@ -1,7 +1,7 @@
 // Package testlimit ends a test binary whose test hangs, and names the place. It acts in every test
 // binary that imports it. A test fails in two cases:
 //   - Its goroutine has waited in one place for Still, and the process and its children hardly used a
-//     processor or waited for one meanwhile.
+//     processor, or waited for one or for a disk, meanwhile.
 //   - Its goroutine has waited in one place for Busy. This limit grows with the load of the machine.
 //
 // "go test" itself has one limit of minutes for a whole package. "go test -timeout 0" switches the
@@ -217,7 +217,7 @@ func verdict(waited, still, used time.Duration, load float64, demand func() time
 		return fmt.Sprintf("%s, limit %s times the load of %.1f for each processor", waitedFor, max(Busy, still), max(load, 1))
 	case hardly(used, waited):
 		if now := demand(); hardly(now, window) {
-			return fmt.Sprintf("%s, limit %s: its process used %s of processor time, and now wants %s in %s with its children",
+			return fmt.Sprintf("%s, limit %s: its process used %s of processor time, and now wants %s of a processor or a disk in %s with its children",
 				waitedFor, still, used.Round(time.Millisecond), now.Round(time.Millisecond), window)
 		}
 	}

@@ -1,6 +1,7 @@
 package testlimit
 
 import (
+	"fmt"
 	"hash/maphash"
 	"os"
 	"os/exec"
@@ -185,6 +186,15 @@ func TestProcessorTime(t *testing.T) {
 	}
 	if got := demand(); got < window/2 {
 		t.Errorf("this process has a child that works, and their demand is %s in %s", got, window)
+	}
+	seen := 0
+	threads("stat", func(name, text string) {
+		if strings.HasPrefix(name, fmt.Sprintf("/proc/%d/", cmd.Process.Pid)) && strings.Contains(text, " (sh) R ") {
+			seen++
+		}
+	})
+	if seen != 1 {
+		t.Errorf("%d threads of the child are named sh and want a processor, want 1", seen)
 	}
 	_ = cmd.Process.Kill()
 	_ = cmd.Wait()

@@ -39,27 +39,51 @@ func ownTime() time.Duration {
 // window is how long demand observes.
 const window = 3 * time.Second
 
-// demand is the processor time that this process and its descendants use or wait for within a window. A process
-// waits for a processor if other programs use all of them. A process that hangs does not.
+// demand is the time within a window in which this process and its descendants use a processor or wait for one, and in which a
+// thread of them waits for a disk. A process waits for a processor if other programs use all of them. A process that hangs waits for
+// neither.
 func demand() time.Duration {
 	before := map[string]time.Duration{}
 	wanted(func(thread string, t time.Duration) { before[thread] = t })
-	<-time.After(window)
 	var sum time.Duration
+	const samples = 30
+	for range samples {
+		<-time.After(window / samples)
+		if readsDisk() {
+			sum += window / samples
+		}
+	}
 	wanted(func(thread string, t time.Duration) { sum += t - before[thread] })
 	return sum
+}
+
+// readsDisk reports whether a thread of this process or its descendants waits for a disk: state D of Linux.
+func readsDisk() (reads bool) {
+	threads("stat", func(_, text string) {
+		_, rest, _ := strings.Cut(text[strings.LastIndexByte(text, ')')+1:], " ")
+		reads = reads || strings.HasPrefix(rest, "D")
+	})
+	return reads
 }
 
 // wanted calls f for each thread of this process and its descendants, with the time that it has used a
 // processor or waited for one.
 func wanted(f func(thread string, t time.Duration)) {
+	threads("schedstat", func(name, text string) {
+		var ran, waited time.Duration
+		if _, err := fmt.Sscan(text, &ran, &waited); err == nil {
+			f(name, ran+waited)
+		}
+	})
+}
+
+// threads calls f with a file of /proc and its content for each thread of this process and its descendants.
+func threads(file string, f func(name, text string)) {
 	each := func(pid int) {
-		threads, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
-		for _, name := range threads {
-			text, _ := os.ReadFile(name)
-			var ran, waited time.Duration
-			if _, err := fmt.Sscan(string(text), &ran, &waited); err == nil {
-				f(name, ran+waited)
+		names, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/%s", pid, file))
+		for _, name := range names {
+			if text, err := os.ReadFile(name); err == nil {
+				f(name, string(text))
 			}
 		}
 	}

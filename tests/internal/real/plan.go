@@ -171,8 +171,8 @@ type planRun struct {
 	mu    sync.Mutex
 	cuts  map[[2]plan.Node]int
 	held  time.Duration      // how long the plan's clock was stopped: see clock
-	holds int                // processes for which it is stopped now
-	since time.Time          // the first of them was asked for
+	holds int                // steps for which it is stopped now
+	since time.Time          // the first of them began
 	gone  map[plan.Node]bool // left or finalized: not to be replaced
 	wants map[plan.Node]bool // a process is to be there
 }
@@ -235,6 +235,7 @@ func (r *planRun) phase(ph *plan.Phase) {
 		})
 	}
 	r.after(from.Add(ph.For.D()))
+	r.joined(ph)
 	x.to = time.Now()
 	x.living = r.c.Living()
 	for _, p := range r.c.All() {
@@ -245,8 +246,24 @@ func (r *planRun) phase(ph *plan.Phase) {
 	r.phases = append(r.phases, x)
 }
 
-// clock is the plan's clock. It stops while a process starts, until that process listens. Promised times
-// count from then. A start takes milliseconds, and seconds on a busy machine or an emulated processor.
+// joined waits until workers that are joining, and of which the phase expects calls, have made one. How long a worker takes to join
+// is not promised: a connection attempt that was lost in a cut is repeated after 1, 2, 4 and 8 s.
+func (r *planRun) joined(ph *plan.Phase) {
+	r.hold(true)
+	defer r.hold(false)
+	for _, p := range r.c.Living() {
+		expected := slices.ContainsFunc(ph.Expect, func(e plan.Expect) bool {
+			return !e.Replaced && (e.Rounds == "all" || e.Rounds == "some") && e.Nodes.Has(plan.NodeOf(p.Role, p.Rank))
+		})
+		if p.Role != "worker" || !expected || p.State().Started {
+			continue
+		}
+		r.can(p.Await(r.c.slowly(settle), "it joins, and a call of it ends", func(s State) bool { return s.Stats.OK+s.Stats.Failed > 0 || s.Ended }))
+	}
+}
+
+// clock is the plan's clock. It stops while a process starts, until that process listens, and while the network is changed. Promised
+// times count from then. Such a step takes milliseconds, and seconds on a busy machine or an emulated processor.
 func (r *planRun) clock() time.Time {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -472,11 +489,13 @@ func (r *planRun) cut(pairs [][2]plan.Node, on bool) {
 		if was == on {
 			continue
 		}
+		r.hold(true)
 		if on {
 			r.can(r.c.Cut(x[0].Role(), x[0].Rank(), x[1].Role(), x[1].Rank()))
 		} else {
 			r.can(r.c.Heal(x[0].Role(), x[0].Rank(), x[1].Role(), x[1].Rank()))
 		}
+		r.hold(false)
 	}
 }
 
