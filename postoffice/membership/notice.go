@@ -3,6 +3,7 @@ package membership
 // Notices: messages between nodes of this library that ps-lite does not have, as text in the body of a HEARTBEAT.
 
 import (
+	"bytes"
 	"encoding/hex"
 	"fmt"
 	"net/netip"
@@ -18,8 +19,9 @@ import (
 
 const (
 	noticePrefix = "stepaf/1 "
-	maxNotice    = 4096 // bytes of a body
-	proofLen     = 16   // hexadecimal digits of a proof, see proof.go
+	maxNotice    = 4096 // bytes of a body, but of down
+	maxDown      = 6 * van.Empty
+	proofLen     = 16 // hexadecimal digits of a proof, see proof.go
 )
 
 // Verbs of a notice.
@@ -69,7 +71,7 @@ func (n notice) body() []byte {
 	if n.text != "" {
 		s += " " + logx.Printable(n.text)
 	}
-	if len(s) > maxNotice {
+	if n.verb != verbDown && len(s) > maxNotice { // a list that is cut off would be refused
 		s = strings.ToValidUTF8(s[:maxNotice-3], "") + "..."
 	}
 	return []byte(s)
@@ -93,8 +95,12 @@ func parseNotice(body []byte) (notice, error) {
 	bad := func(field string, v any, want string) (notice, error) {
 		return notice{}, &van.FieldError{Field: field, Value: v, Want: want}
 	}
-	if len(body) > maxNotice {
-		return bad("body_size", len(body), fmt.Sprintf("at most %d", maxNotice))
+	most := maxNotice
+	if bytes.HasPrefix(body, []byte(noticePrefix+verbDown+" ")) {
+		most = maxDown
+	}
+	if len(body) > most {
+		return bad("body_size", len(body), fmt.Sprintf("at most %d", most))
 	}
 	if !utf8.Valid(body) {
 		return bad("body", "not UTF-8", "text")

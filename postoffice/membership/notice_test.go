@@ -2,6 +2,7 @@ package membership
 
 import (
 	"errors"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -43,6 +44,18 @@ func TestNoticeIsShortAndPrintable(t *testing.T) {
 	}
 }
 
+// TestDownOfManyNodes: a notice that lists many dead nodes arrives whole.
+func TestDownOfManyNodes(t *testing.T) {
+	var ids []string
+	for id := 8; id < van.Empty; id++ {
+		ids = append(ids, strconv.Itoa(id))
+	}
+	got, err := parseNotice(notice{verb: verbDown, text: strings.Join(ids, ",")}.body())
+	if err != nil || len(got.ids()) != len(ids) {
+		t.Errorf("%d ids, %v; want %d", len(got.ids()), err, len(ids))
+	}
+}
+
 func TestNoticeNonsense(t *testing.T) {
 	for _, s := range []string{"x", "stepaf/1", "stepaf/1 ", "stepaf/2 error x", "stepaf/1 error", "stepaf/1 error ",
 		"stepaf/1 waiting", "stepaf/1 dead", "stepaf/1 dead x y", "stepaf/1 dead 7 x", "stepaf/1 dead +8 x",
@@ -50,7 +63,7 @@ func TestNoticeNonsense(t *testing.T) {
 		"stepaf/1 back -8", "stepaf/1 barrier-failed", "stepaf/1 barrier-failed 0 group x", "stepaf/1 barrier-failed 8 group x",
 		"stepaf/1 barrier-failed 7 both x", "stepaf/1 withdraw", "stepaf/1 withdraw 0 group", "stepaf/1 withdraw 7 both", "stepaf/1 withdraw 7 group x",
 		"stepaf/1 error a\nb", "stepaf/1 error \xff", "STEPAF/1 error x", " stepaf/1 error x",
-		"stepaf/1 error " + strings.Repeat("x", maxNotice)} {
+		"stepaf/1 error " + strings.Repeat("x", maxNotice), "stepaf/1 down 8" + strings.Repeat(",8", maxDown/2)} {
 		n, err := parseNotice([]byte(s))
 		if !errors.Is(err, van.ErrMalformed) || n != (notice{}) {
 			t.Errorf("%.40q: %+v, %v; want ErrMalformed", s, n, err)

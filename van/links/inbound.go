@@ -264,7 +264,10 @@ func (t *inbounds[D, L, I]) lostInside(id int, cause error) {
 			t.EndMarks(in, slog.LevelInfo)
 		}
 	}
-	if n != nil && n.Link() != *new(L) {
-		t.O.InsideLost(n.Link(), cause)
+	if n == nil {
+		return
+	}
+	if l := n.Link(); l != *new(L) { // read once: the end of the peer may take it away meanwhile
+		t.O.InsideLost(l, cause)
 	}
 }
