@@ -239,3 +239,68 @@ func TestRefusedBeforeKnown(t *testing.T) {
 		})
 	}
 }
+
+// TestDataOfAReplacement: data of a process that replaces another one, which still seems to live, is delivered in order, after the
+// requests to the former process have failed. The replacement is a process of this library, or one of C++ StepMesh, whose data has no
+// incarnations at first. Data of a C++ process that does not become a member is dropped.
+func TestDataOfAReplacement(t *testing.T) {
+	for _, x := range []struct {
+		name        string
+		incarnation uint32
+		late        [2]uint32 // the incarnations of its data when it is known
+	}{{"native", 2, [2]uint32{2, 0}}, {"original", 0, [2]uint32{77, 78}}} {
+		t.Run(x.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				cfg := env.Default()
+				cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
+				n := keptNode(cfg, slog.New(slog.DiscardHandler))
+				out := &dialed{}
+				n.notices.van, n.transport.van = out, out
+				known(n, 9, 1)
+				var got []int32
+				if _, err := n.App().AddCustomer(7, 7, func(m *van.Message) { got = append(got, m.Timestamp) }); err != nil {
+					t.Fatal(err)
+				}
+				defer n.watchers.add(func(_ int, up bool, _ error) {
+					if !up {
+						got = append(got, -1)
+					}
+				})()
+				arrive := func(ts int32, from, to uint32) {
+					m := earlyRequest(n, ts, 0)
+					m.SetIncarnations(from, to)
+					n.receive(m)
+					synctest.Wait()
+				}
+				early, late := [2]uint32{}, x.late
+				if x.incarnation != 0 {
+					early[0], early[1], late[1] = 2, n.incarnation, n.incarnation
+				}
+				arrive(1, early[0], early[1])
+				arrive(2, 0, 0)
+				time.Sleep(pendingTime + time.Millisecond) // neither becomes a member within pendingTime
+				synctest.Wait()
+				arrive(3, early[0], early[1])
+				record := van.Node{Role: van.Worker, ID: 9, Hostname: "h", Port: 1}
+				if x.incarnation != 0 {
+					record.Endpoint = (&van.NodeExtension{Incarnation: x.incarnation}).Encode()
+				}
+				n.AddPendingConnect(9, 1)
+				outputs := []membership.Output{membership.Connect{ID: 9, Node: record}, membership.PeerReplaced{ID: 9, Node: record}}
+				n.control.members.updateProcesses(outputs, 0)
+				arrive(4, late[0], late[1])
+				for _, o := range outputs {
+					n.perform(o)
+					arrive(5, late[0], late[1])
+				}
+				if want := []int32{-1, 3, 4, 5, 5}; !slices.Equal(got, want) {
+					t.Errorf("delivered %v, want %v; -1 stands for the loss of the former process", got, want)
+				}
+				if n := n.counts.strangers.n.Load(); n != 2 {
+					t.Errorf("%d messages expired, want 2", n)
+				}
+				n.apps.close()
+			})
+		})
+	}
+}
