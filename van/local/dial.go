@@ -32,10 +32,14 @@ type dialer struct {
 	readers     func() (bool, error) // admitReaders, except in tests
 }
 
-// link makes a link to n. behind means that earlier data to n was sent over the van inside.
-func (d *dialer) link(n *outPeer, _, behind bool) (*outLink, links.Mark, error) {
+// link makes a link to n. again means that an earlier link to n has broken, behind that earlier data to n was sent over the van inside.
+func (d *dialer) link(n *outPeer, again, behind bool) (l *outLink, _ links.Mark, err error) {
 	d.readersOnce.Do(d.letRead)
-	l, err := d.dial(d.peers.Ctx, n, behind)
+	if again {
+		l, err = d.dialAgain(n, behind)
+	} else {
+		l, err = d.dial(d.peers.Ctx, n, behind)
+	}
 	if err != nil {
 		return nil, links.Mark{}, err
 	}
@@ -205,11 +209,11 @@ func (d *dialer) finish(conn *net.UnixConn, peer *outPeer, seg *segment, file *r
 
 // dialAgain is dial for a peer that may be ending. The socket of such a process accepts connections for
 // a moment longer but does not answer. An accepted connection is therefore no sign of life.
-func (d *dialer) dialAgain(n *outPeer) (l *outLink, err error) {
+func (d *dialer) dialAgain(n *outPeer, behind bool) (l *outLink, err error) {
 	ctx, cancel := context.WithTimeout(d.peers.Ctx, d.self.linkTime)
 	defer cancel()
 	for pause := time.Millisecond; ; pause *= 2 {
-		l, err = d.dial(ctx, n, false)
+		l, err = d.dial(ctx, n, behind)
 		if err == nil || !hungUp(err) {
 			return l, err
 		}
@@ -226,20 +230,22 @@ func (d *dialer) dialAgain(n *outPeer) (l *outLink, err error) {
 func (d *dialer) keep(n *outPeer) {
 	p, l := d.peers, n.Link()
 	awaitEnd(l.conn)
+	behind := l.behind() // then marks also precede the next link: data sent before over the van inside may still be on its way
 	l.close(false)
 	if !p.Current(n) {
 		return
 	}
 	p.Broke(n, l.why()) // until the outcome is known, Send finds the ended link and returns ErrPeerLost
-	again, err := d.dialAgain(n)
-	if n.Data.tries++; again != nil && n.Data.tries <= maxTries {
-		if p.Install(n, again) == nil {
+	var err error
+	if n.Data.tries++; n.Data.tries <= maxTries {
+		if err = p.Make(n, true, behind); err == nil {
 			p.Losses.Tell(&n.Peer, true, nil)
+			return
 		}
-		return
-	}
-	if again != nil {
+	} else if again, e := d.dialAgain(n, false); e == nil {
 		again.close(true) // the link only tested whether the peer is alive
+	} else {
+		err = e
 	}
 	if !p.Current(n) {
 		return

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -26,6 +27,7 @@ type node struct {
 	in     chan *van.Message // retained
 	events chan event
 	logged *vantest.Log
+	before atomic.Pointer[func(*van.Message)] // the handler calls it first; may be nil
 }
 
 type event struct {
@@ -72,7 +74,14 @@ func (x *node) says(line string) {
 	eventually(x.t, fmt.Sprintf("the log says %q", line), func() bool { return strings.Contains(x.logged.String(), line) })
 }
 
-func (x *node) start() { x.Start(func(m *van.Message) { x.in <- m.Retain() }) }
+func (x *node) start() {
+	x.Start(func(m *van.Message) {
+		if f := x.before.Load(); f != nil {
+			(*f)(m)
+		}
+		x.in <- m.Retain()
+	})
+}
 
 // connect links x to peer and checks that it did.
 func (x *node) connect(peer *node) {

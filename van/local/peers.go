@@ -23,13 +23,20 @@ type outData struct {
 // Close implements links.Link.
 func (l *outLink) Close() (lost int) { return l.close(true) }
 
-// insideLost ends l if marks that precede it may be lost. The receiver clears the segment's flag behind when they have arrived.
+// insideLost ends l if marks that precede it may be lost.
 func (p *peers) insideLost(l *outLink, _ error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if !l.gone && l.seg.behind().Load() != 0 {
+	if l.behind() {
+		l.mu.Lock()
+		defer l.mu.Unlock()
 		_ = l.fail(links.ErrMarksLost)
 	}
+}
+
+// behind reports whether marks that precede l have not arrived. The receiver clears the segment's flag when they have.
+func (l *outLink) behind() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return !l.gone && l.seg.behind().Load() != 0
 }
 
 // peers are the nodes that this node knows, and the links to and from them.

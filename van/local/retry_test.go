@@ -2,6 +2,7 @@ package local
 
 import (
 	"errors"
+	"log/slog"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -215,18 +216,67 @@ func TestMarksLost(t *testing.T) {
 		"the receiver": func(_, server *node) { server.peers.Inside(ignore, 9, false, errLinkBroke) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			worker, server, free := unlinked(t, func(v *Van) { v.peers.O.Inner = &losing{Van: v.peers.O.Inner, all: true} })
+			inside := &losing{}
+			inside.all.Store(true)
+			worker, server, free := unlinked(t, func(v *Van) { inside.Van, v.peers.O.Inner = v.peers.O.Inner, inside })
 			worker.must(data(8, 0, []byte("x")))
 			server.next().Release()
 			free.Store(true)
 			eventually(t, "the link is made", func() bool { return worker.peers.link(8) != nil })
 			worker.must(data(8, 1, []byte("x")))
+			inside.all.Store(false)
 			lose(worker, server)
 			worker.event(8, false)
 			worker.event(8, true)
 			worker.resend(data(8, 2, []byte("x")))
 			if m := server.next(); m.Timestamp != 2 {
 				t.Errorf("message %d, want 2", m.Timestamp)
+			}
+		})
+	}
+}
+
+// TestMarksAgain: if a link breaks, or its marks are late, while the receiver still has messages that were sent before over the van inside, the
+// next link is read after these messages, too.
+func TestMarksAgain(t *testing.T) {
+	for name, end := range map[string]func(worker, server *node){
+		"broken": func(worker, _ *node) {
+			l := worker.peers.link(8)
+			l.mu.Lock()
+			_ = l.fail(errLinkBroke)
+			l.mu.Unlock()
+		},
+		"late": func(_, server *node) { server.peers.EndMarks(server.peers.Ins()[0], slog.LevelWarn) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			worker, server, free := unlinked(t, func(*Van) {})
+			gate, held := make(chan struct{}), make(chan struct{})
+			hold := func(m *van.Message) {
+				if m.Timestamp == 0 {
+					close(held)
+					<-gate
+				}
+			}
+			server.before.Store(&hold)
+			worker.must(data(8, 0, []byte("x")))
+			worker.must(data(8, 1, []byte("x")))
+			<-held
+			free.Store(true)
+			eventually(t, "the link is made", func() bool { return worker.peers.link(8) != nil })
+			eventually(t, "links of earlier tries have ended", func() bool { return len(server.peers.Ins()) == 1 })
+			end(worker, server)
+			worker.event(8, false)
+			worker.event(8, true)
+			worker.must(data(8, 2, []byte("x")))
+			eventually(t, "the ended link is removed", func() bool { return len(server.peers.Ins()) == 1 })
+			if !server.peers.Ins()[0].Marks.Missing() {
+				t.Error("the next link does not wait for marks")
+			}
+			close(gate)
+			for i := range 3 {
+				if m := server.next(); int(m.Timestamp) != i {
+					t.Errorf("message %d, want %d", m.Timestamp, i)
+				}
 			}
 		})
 	}
@@ -255,10 +305,10 @@ func unlinked(t *testing.T, set func(*Van)) (worker, server *node, free *atomic.
 	return worker, server, free
 }
 
-// losing is a van inside that loses its connection, and the message with it, when it sends the first mark, or that loses all marks.
+// losing is a van inside that loses its connection, and the message with it, when it sends the first mark, or that loses all marks while all is set.
 type losing struct {
 	van.Van
-	all  bool
+	all  atomic.Bool
 	lose func()
 	once sync.Once
 }
@@ -266,13 +316,13 @@ type losing struct {
 func (l *losing) Send(m *van.Message) (err error) {
 	lost := false
 	if _, is := links.ReadMark(markKind, m); is {
-		if l.all {
-			return nil
+		lost = l.all.Load()
+		if l.lose != nil {
+			l.once.Do(func() {
+				lost = true
+				l.lose()
+			})
 		}
-		l.once.Do(func() {
-			lost = true
-			l.lose()
-		})
 	}
 	if lost {
 		return nil
