@@ -21,8 +21,8 @@ const (
 	UnknownTime = 10 * time.Second
 	// HoldTime is how long the link of a replacement process then waits for Admit.
 	HoldTime = time.Second
-	// MaxHeld bounds the links that wait. If there are more, the oldest one ends: any process that may connect can open one, unless the
-	// cluster has a secret.
+	// MaxHeld bounds the links that wait, and those of one known process. If there are more, the oldest one ends: any process that may
+	// connect can open one, unless the cluster has a secret.
 	MaxHeld = 1024
 	// MaxReplaced bounds the replaced processes that are remembered.
 	MaxReplaced = 1024
@@ -78,6 +78,7 @@ func (t *inbounds[D, L, I]) EnterLocked(in I) error {
 		t.holdLocked(in, t.O.HoldTime)
 	default:
 		t.O.StartLocked(in)
+		t.boundLocked(func(y *Inbound) bool { return y.Process == x.Process }) // they may wait for marks, or for an earlier link
 	}
 	return nil
 }
@@ -110,14 +111,19 @@ func (t *inbounds[D, L, I]) EndLocked(in I, fence bool) {
 
 // holdLocked reads nothing from in until its process is admitted, for limit at most.
 func (t *inbounds[D, L, I]) holdLocked(in I, limit time.Duration) {
-	held := slices.DeleteFunc(slices.Clone(t.Ins()), func(x I) bool { return !x.Base().Held.Load() })
+	t.boundLocked(func(*Inbound) bool { return true })
+	time.AfterFunc(limit, func() { t.EndHold(in) })
+}
+
+// boundLocked ends the oldest link that of selects and that waits, if more than MaxHeld do.
+func (t *inbounds[D, L, I]) boundLocked(of func(*Inbound) bool) {
+	held := slices.DeleteFunc(slices.Clone(t.Ins()), func(x I) bool { return !x.Base().Held.Load() || !of(x.Base()) })
 	if len(held) > MaxHeld {
 		if n, show := t.crowded.Next(); show {
-			t.O.Log.Warn(t.O.Link+" of an unknown process ends: too many wait", "peer", van.NodeName(held[0].Base().From), "at most", MaxHeld, "so far", n)
+			t.O.Log.Warn(t.O.Link+" ends: too many wait", "peer", van.NodeName(held[0].Base().From), "at most", MaxHeld, "so far", n)
 		}
 		t.EndLocked(held[0], false)
 	}
-	time.AfterFunc(limit, func() { t.EndHold(in) })
 }
 
 // EndHold ends the wait of in. If this node knows its process, admitted or not, reading begins; otherwise in ends.

@@ -95,6 +95,23 @@ func TestInbound(t *testing.T) {
 	}
 }
 
+// TestWaitingAreBounded: a known process whose links wait for its earlier one keeps a bounded number of them, the newest. Links of others stay.
+func TestWaitingAreBounded(t *testing.T) {
+	p := newTable(t)
+	p.O.StartLocked = func(*testIn) {}
+	connect(p, 9, Process{1})
+	connect(p, 10, Process{2})
+	other, err := enter(p, 10, Process{2})
+	for range MaxHeld + 10 {
+		if _, e := enter(p, 9, Process{1}); e != nil {
+			err = e
+		}
+	}
+	if n := len(p.Ins()); err != nil || n != MaxHeld+1 || p.Ins()[0] != other {
+		t.Errorf("%d links wait (%v), want %d with the one of another process", n, err, MaxHeld+1)
+	}
+}
+
 // TestMarksLost: a link ends if its marks may be lost. An attempt of the van inside to connect that fails loses none.
 func TestMarksLost(t *testing.T) {
 	p := newTable(t)
