@@ -1,6 +1,7 @@
 package af_test
 
 import (
+	"log/slog"
 	"strings"
 	"testing"
 
@@ -12,11 +13,12 @@ import (
 
 const notShared = "not over shared memory: the peer offers none: it is a C++ node, or has BYTEPS_ENABLE_IPC=0"
 
-// TestExchangePath: Path and the log name the path to each server: none before the first round, and then the transport, with the
-// reason why it is not a faster one.
+// TestExchangePath: Path and the log at PS_VERBOSE=2 name the path to each server: none before the first round, and then the transport, with
+// the reason why it is not a faster one.
 func TestExchangePath(t *testing.T) {
 	var log vantest.Log
-	c := testcluster.Start(t, testcluster.Options{Servers: 3, Over: testcluster.AsSet, Log: log.Logger(), Set: func(c *postoffice.Config) {
+	all := slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	c := testcluster.Start(t, testcluster.Options{Servers: 3, Over: testcluster.AsSet, Log: all, Set: func(c *postoffice.Config) {
 		if c.EnableIPC = 1; c.Role == "server" && c.NodeRank == 1 {
 			c.EnableIPC = 0
 		}
@@ -46,8 +48,8 @@ func TestExchangePath(t *testing.T) {
 		t.Errorf("after the end of the node the path is %q", got)
 	}
 	for _, line := range []string{
-		`msg="prepared an exchange" path="` + none + `" tensors="1 push and 0 pull tensors"`,
-		`msg="prepared an exchange" path="messages: server 2: shared memory" tensors="1 push and 0 pull tensors"`,
+		`level=DEBUG msg="prepared an exchange" path="` + none + `" tensors="1 push and 0 pull tensors"`,
+		`level=DEBUG msg="prepared an exchange" path="messages: server 2: shared memory" tensors="1 push and 0 pull tensors"`,
 	} {
 		if n := strings.Count(log.String(), line); n != 1 {
 			t.Errorf("the log has %d lines %s, want 1:\n%s", n, line, log.String())

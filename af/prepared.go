@@ -63,8 +63,8 @@ func (w *Worker) Prepare(push []KeyTensor, pull [][]KeyTensor, opts ...CallOptio
 			x.rows = min(x.rows, t.rows())
 		}
 	}
-	if log := w.node.Log(); log.Enabled(context.Background(), slog.LevelInfo) {
-		log.Info("prepared an exchange", "path", x.Path(), "tensors", x.tensors())
+	if log := w.node.Log(); log.Enabled(context.Background(), slog.LevelDebug) { // at level 1 the transports log the path to each peer
+		log.Debug("prepared an exchange", "path", x.Path(), "tensors", x.tensors())
 	}
 	return x, nil
 }

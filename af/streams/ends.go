@@ -71,7 +71,7 @@ func (e *Ends) Prepare(ctx context.Context, peers []int, push, pull []af.KeyTens
 	if err != nil {
 		return nil, &van.Error{Op: "prepare exchange", Node: e.node.Name(), Err: err}
 	}
-	e.node.Log().Info("prepared an exchange", "path", x.path, "exchange", x.describe())
+	e.node.Rarely("streams: path: "+x.path).Info("prepared an exchange", "path", x.path, "exchange", x.describe())
 	return x, nil
 }
 

@@ -10,8 +10,8 @@ import (
 	"github.com/stepaf/stepaf-go/tests/vantest"
 )
 
-// TestPath: Path and the log name the way of an exchange, the devices' ends, and the tensors that are copied first. Path stays
-// after Close.
+// TestPath: Path and the log name the way of an exchange, the devices' ends, and the tensors that are copied first. The log has the first, second,
+// fourth, ... exchange of each path. Path stays after Close.
 func TestPath(t *testing.T) {
 	for _, c := range []struct {
 		how  string
@@ -22,6 +22,9 @@ func TestPath(t *testing.T) {
 			s := start(t, testcluster.Options{Workers: 2, Servers: 2, Log: log.Logger()})
 			s.workers[1].dev.PrivateMem(true)
 			pairs := s.prepare(t, 10, 10, c.opts...)
+			for range 2 {
+				s.prepare(t, 10, 10, c.opts...)
+			}
 			const first = "; copied on the device first: 2 of the tensors to send, whose memory other processes cannot map"
 			for i, copied := range []string{"", first} {
 				x, y := pairs[i].x, pairs[0].ys[i]
@@ -34,8 +37,8 @@ func TestPath(t *testing.T) {
 						t.Errorf("the path is %q, want %q", got, want)
 					}
 					line := fmt.Sprintf(`msg="prepared an exchange" path=%q exchange="exchange `, want)
-					if n := strings.Count(log.String(), line); n != 1 {
-						t.Errorf("the log has %d lines %s, want 1:\n%s", n, line, log.String())
+					if n := strings.Count(log.String(), line); n != 2 {
+						t.Errorf("the log has %d lines %s of 3 exchanges, want those of the first and second:\n%s", n, line, log.String())
 					}
 				}
 			}
