@@ -25,8 +25,8 @@ import (
 // Answers are sent in the order of the calls. If a tensor is on the node's device, its answer waits for work on that
 // device, see Stream: a goroutine of the server waits, and then sends. Errors of that goroutine are logged.
 //
-// If the transport does not take the answers, for example with van.ErrQueueFull, the worker's call fails as after Refuse.
-// The batch counts as answered.
+// If the transport does not take the answers, for example with van.ErrQueueFull, the worker's call fails at once. Its error
+// matches neither van.ErrRequestRefused nor van.ErrQueueFull, since the batch was processed. The batch counts as answered.
 //
 // A missing key or a wrong size is an error that wraps van.ErrInvalid; nothing was sent then, and the batch can still
 // be answered. A second Respond returns postoffice.ErrAnswered. If the worker has canceled the batch, see Batch.Wanted,
@@ -95,10 +95,10 @@ func (b *batchState) refuse(why error) {
 	b.s.node.Refuse(b.instance, b.epoch, int32(b.s.app), b.customer, b.first, why)
 }
 
-// failed refuses the batch since its answers were not sent, unless the server or its node is closed.
+// failed notifies the worker that the answers were not sent, unless the server or its node is closed.
 func (b *batchState) failed(err error) {
 	if !errors.Is(err, van.ErrClosed) {
-		b.refuse(cluster.Declined(err))
+		b.refuse(cluster.Unanswered(err))
 	}
 }
 

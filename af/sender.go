@@ -132,7 +132,7 @@ func (s *Server) largest() (limit int, name string) {
 func (s *Server) acknowledgeEarly(r datamsg.Reply) {
 	if err := s.acknowledge(r); err != nil {
 		if !errors.Is(err, van.ErrClosed) {
-			s.node.Refuse(r.Sender, r.ProcessEpoch, r.AppID, r.CustomerID, r.Timestamp, cluster.Declined(err))
+			s.node.Refuse(r.Sender, r.ProcessEpoch, r.AppID, r.CustomerID, r.Timestamp, cluster.Unanswered(err))
 		}
 		s.node.Rarely("af: push not acknowledged: "+logx.Kind(err)).Warn("push not acknowledged", "err", err)
 	}

@@ -68,7 +68,7 @@ func TestPushNotAnswered(t *testing.T) {
 			hook.OnSend(func(*van.Message) hooks.Verdict { return hooks.Refuse(why) })
 			push, err := w.Push([]kv.Key{7}, []float32{1})
 			err = cmp.Or(err, push.Wait(t.Context()))
-			if err == nil || !strings.Contains(err.Error(), "the push was processed, but its answer was not sent: "+why.Error()) {
+			if err == nil || !strings.Contains(err.Error(), "the request was processed, but its answer was not sent: "+why.Error()) {
 				t.Errorf("the push fails with %v, want the reason of the missing answer", err)
 			}
 			for _, not := range []error{postoffice.ErrFinished, postoffice.ErrRequestRefused, postoffice.ErrQueueFull} {

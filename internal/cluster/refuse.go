@@ -26,10 +26,10 @@ var refusalKinds = [...]struct {
 	err  error
 }{{"unanswered", errUnanswered}, {"refused", van.ErrRequestRefused}, {"invalid", van.ErrInvalid}, {"full", van.ErrQueueFull}, {"finished", van.ErrFinished}}
 
-// errUnanswered: a push was processed, but the transport has not taken its answer.
-var errUnanswered = errors.New("the push was processed, but its answer was not sent")
+// errUnanswered: a request was processed, but the transport has not taken its answer.
+var errUnanswered = errors.New("the request was processed, but its answer was not sent")
 
-// Unanswered wraps err, the transport's error for the answer to a push. The worker's error then matches none of those that mean that
+// Unanswered wraps err, the transport's error for the answer to a batch or a push. The worker's error then matches none of those that mean that
 // a request was not processed, which the worker may repeat.
 func Unanswered(err error) error { return fmt.Errorf("%w: %w", errUnanswered, err) }
 

@@ -65,7 +65,7 @@ func TestReadRefused(t *testing.T) {
 		t.Fatalf("%q are told, want one more", out.bodies[3:])
 	}
 	_, no = parseRefused([]byte(strings.TrimPrefix(out.bodies[3], refusedPrefix)))
-	if errors.Is(no, van.ErrRequestRefused) || errors.Is(no, van.ErrQueueFull) || no.Error() != "the push was processed, but its answer was not sent: send: send queue full" {
+	if errors.Is(no, van.ErrRequestRefused) || errors.Is(no, van.ErrQueueFull) || no.Error() != "the request was processed, but its answer was not sent: send: send queue full" {
 		t.Errorf("%q is read as %v", out.bodies[3], no)
 	}
 
