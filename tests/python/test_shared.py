@@ -1,6 +1,7 @@
 """Tensors in memory that both processes map: empty_shared() and answer_tensor()."""
 
 import ctypes
+import os
 
 import pytest
 from arrays import pattern
@@ -22,6 +23,13 @@ def worker(n):
             f.empty_shared(bad)
     with n.raises(TypeError, "size"):
         f.empty_shared("1")
+    child = os.fork()
+    if child == 0:  # shares the memory, also after its own reference has ended
+        write(n, x, b"child")
+        del x
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert lib.bytes(x)[:5] == b"child"
     for i in range(3):
         write(n, x, pattern(i, "uint8", (SIZE,)))
         f.wait(f.push_pull([x], [1], [y, other], [2, 3]))
