@@ -363,10 +363,15 @@ func (v *watchedVan) WatchPeers(f func(id int, up bool, cause error)) {
 	}
 }
 
-// TestLossOnOneSide: if only one side considers the other one lost, and it is back soon, the session ends on both sides.
+// TestLossOnOneSide: if only one side considers the other one lost, and it is back, the session ends on both sides. A rank that finds the
+// controller again only after the time for its notice refuses the call in flight.
 func TestLossOnOneSide(t *testing.T) {
-	for _, role := range []string{"worker", "server"} {
-		t.Run(role, func(t *testing.T) {
+	for _, c := range []struct {
+		role string
+		late bool
+	}{{"worker", false}, {"server", false}, {"server", true}} {
+		role, late := c.role, c.late
+		t.Run(fmt.Sprintf("%s late=%t", role, late), func(t *testing.T) {
 			t.Parallel()
 			v := &watchedVan{}
 			c := testcluster.Start(t, testcluster.Options{Wrap: func(r string, _ int, f van.Factory) van.Factory {
@@ -395,7 +400,14 @@ func TestLossOnOneSide(t *testing.T) {
 				v.report(rank, true, nil)
 			} else {
 				v.report(int(c.Workers[0].ID()), false, van.ErrPeerLost)
+				if late {
+					vantest.Fails(t, ended.all(t)[0], van.ErrPeerLost, "the controller")
+				}
 				v.report(int(c.Workers[0].ID()), true, nil)
+			}
+			if late {
+				vantest.Fails(t, h.Wait(limit(t)), van.ErrRequestRefused, "rank 0", `call 1, "wait"`, "the controller, worker 0")
+				return
 			}
 			vantest.Fails(t, h.Wait(limit(t)), van.ErrPeerLost, "rank 0")
 			if err := ended.all(t)[0]; err == nil {

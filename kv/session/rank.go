@@ -173,6 +173,7 @@ type serving struct {
 	gone       uint64                 // the last session that was canceled before it began
 	next       uint64                 // number of the next call
 	waits      map[uint64]pendingCall // calls that arrived before their turn
+	latest     kv.SimpleMessage       // the latest call that has had its turn
 	last       *pendingCall           // the request for the end, answered at the end
 	work       chan pendingCall
 
@@ -192,7 +193,7 @@ type noValue string
 // given may wrap any error, also one of another Serve.
 func (s *serving) leave(a *kv.SimpleApp, why error) {
 	s.mu.Lock()
-	session, to := s.session, s.controller
+	session, to, latest := s.session, s.controller, s.latest
 	s.mu.Unlock()
 	if _, known := why.(knownEnd); session == 0 || known {
 		return
@@ -205,6 +206,9 @@ func (s *serving) leave(a *kv.SimpleApp, why error) {
 	ctx, cancel := context.WithTimeout(context.Background(), endTimeout(s.r.node))
 	defer cancel()
 	notify(a, wantLeave, body, to)(ctx)
+	if ctx.Err() != nil { // the controller is still considered lost: a refusal is sent when it is back, and fails the call and its session
+		_ = latest.Refuse(why)
+	}
 }
 
 // asked handles a request. A request for another session is refused.
@@ -296,6 +300,7 @@ func (s *serving) accept(w pendingCall) error {
 	for w, due := s.waits[s.next]; due; w, due = s.waits[s.next] {
 		delete(s.waits, s.next)
 		s.next++
+		s.latest = w.m
 		s.work <- w // never blocks
 	}
 	return nil
