@@ -131,7 +131,6 @@ func (n *Node) startEnding(call string) {
 		n.ending.mu.Lock()
 		n.ending.stopRepeat = told
 		n.ending.mu.Unlock()
-		n.notifyServers(n.App().Members(van.ServerGroup))
 		go n.repeatEnding(told)
 	}
 }
@@ -154,7 +153,7 @@ func (n *Node) stopEnding(err error) {
 	if continues {
 		n.apps.refuseNew(n.ending.waitsIn) // another call may have begun
 		if n.role == van.Worker {
-			n.notifyServers(n.App().Members(van.ServerGroup))
+			n.notifyServers(n.App().Members(van.ServerGroup)) // before the program sends requests
 		}
 	}
 }
@@ -169,9 +168,9 @@ func (e *programEnds) stopRepeating() {
 
 func (n *Node) repeatEnding(told <-chan struct{}) {
 	for pause := endingRepeat; ; pause = min(2*pause, maxEndingRepeat) {
+		n.notifyServers(n.App().Members(van.ServerGroup))
 		select {
 		case <-time.After(pause):
-			n.notifyServers(n.App().Members(van.ServerGroup))
 		case <-told:
 			return
 		case <-n.lifetime.stop:
@@ -180,9 +179,9 @@ func (n *Node) repeatEnding(told <-chan struct{}) {
 	}
 }
 
-// notifyServers notifies the servers with these ids, if they are of this library, whether this program ends. A lost server is
-// notified when it is back. If another message cannot be sent, that is only logged; repeatEnding notifies all servers again
-// while the program waits.
+// notifyServers notifies the servers with these ids, if they are of this library, whether this program ends. It may wait some
+// seconds for the first connection to each of them. A lost server is notified when it is back. If another message cannot be sent,
+// that is only logged; repeatEnding notifies all servers again while the program waits.
 func (n *Node) notifyServers(ids []int) {
 	a := n.App()
 	for _, id := range ids {

@@ -128,6 +128,31 @@ func TestEndOfAWorker(t *testing.T) {
 	vantest.Eventually(t, 20*time.Second, "the program goes on", func() bool { return !slices.Contains(ended(), true) })
 }
 
+// TestEndBehindAConnection: a StopBarrier passes while the notice to a server still waits for the first connection to it.
+func TestEndBehindAConnection(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("worker", 0)})
+	gate := make(chan struct{})
+	t.Cleanup(func() { close(gate) })
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		if isEnd(m) {
+			<-gate
+		}
+		return hooks.Pass
+	})
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	results := make(chan error, 3)
+	for _, n := range []*postoffice.Node{c.Scheduler, c.Servers[0], c.Workers[0]} {
+		go func() { results <- core(n).StopBarrier(ctx) }()
+	}
+	for range cap(results) {
+		if err := <-results; err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 // TestReplacementOfAnEndedWorker: the process that replaces a worker whose program had ended has not ended.
 func TestReplacementOfAnEndedWorker(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2})

@@ -76,7 +76,7 @@ func (n *Node) perform(o membership.Output) {
 		n.log.Warn("peer is back", "peer", n.peerName(o.ID))
 		n.notices.resend(o.ID)
 		if n.ending.concerns(o.ID) {
-			n.notifyServers([]int{o.ID})
+			go n.notifyServers([]int{o.ID})
 		}
 		n.watchers.notify(o.ID, true, nil)
 		n.pending.alive(o.ID)
