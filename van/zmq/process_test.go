@@ -154,8 +154,7 @@ func TestReplaced(t *testing.T) {
 }
 
 // TestReplacedByOriginal: data that a process of the original sends under the id of a process of this library is handed up without
-// incarnations, although the process puts other numbers in their place. After this node has connected to the process, its data keeps
-// those numbers.
+// incarnations, whatever the process puts in their place. When this node knows the process, its data is handed up as it is.
 func TestReplacedByOriginal(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
 	rec := workerRecord(1, 1)
