@@ -40,9 +40,6 @@ func (c *Customer) TableSize() int { return len(*c.table.Load()) }
 func (n *Node) SetProcess(id int, record *van.Node) {
 	n.AddProcess(id, record)
 	n.pending.connected(id, record)
-	if n.processes.lost(id) == nil {
-		n.pending.deliverPending(id) // as PeerReplaced does
-	}
 }
 
 // AddProcess enters the record of the process that has id. This node has no connection to it.

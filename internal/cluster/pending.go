@@ -140,7 +140,7 @@ func (s *pendingMessages) has(id int, incarnation uint32) bool {
 		return true
 	}
 	v := s.queues[id]
-	return v != nil && slices.ContainsFunc(v.queue, func(e pendingMessage) bool {
+	return v != nil && incarnation != 0 && slices.ContainsFunc(v.queue, func(e pendingMessage) bool {
 		from, _ := e.msg.Incarnations()
 		return from == incarnation
 	})
@@ -311,8 +311,7 @@ func (s *pendingMessages) expireIn(d time.Duration) {
 }
 
 // setProcess records the process that has id; incarnation 0 is a C++ StepMesh node. The messages of a new process are
-// queued until deliverPending, which is called when this node has a connection to it. Those of a C++ node are queued only if it
-// replaces a process of this library.
+// queued until deliverPending, which is called when this node has a connection to it.
 func (s *pendingMessages) setProcess(id int, incarnation uint32, replaced bool) {
 	s.processes.mu.Lock()
 	defer s.processes.mu.Unlock()
@@ -323,15 +322,15 @@ func (s *pendingMessages) setProcess(id int, incarnation uint32, replaced bool) 
 			p.epoch++
 		}
 		if p.incarnation != incarnation {
-			p.dialed, p.connected, p.hasPending = false, false, incarnation != 0 || p.known
+			p.dialed, p.connected, p.hasPending = false, false, incarnation != 0
 		}
-		p.known, p.incarnation, p.replacing = true, incarnation, p.replacing || replaced
+		p.known, p.incarnation = true, incarnation
 	})
 }
 
 // connected records that this node has connected to node id, and delivers the messages that were queued until then. record is
 // that of the connected process, or nil for the process in the table. If another process has replaced it, connected does nothing.
-// If the process replaces another one, or the id's former process is lost, PeerReplaced or PeerAlive follows, and delivers the messages.
+// If the id's former process is lost, PeerReplaced or PeerAlive follows, and delivers the messages.
 func (s *pendingMessages) connected(id int, record *van.Node) {
 	s.processes.mu.Lock()
 	defer s.processes.mu.Unlock()
@@ -339,7 +338,7 @@ func (s *pendingMessages) connected(id int, record *van.Node) {
 	defer s.mu.Unlock()
 	switch {
 	case record != nil && !s.processes.has(id, record):
-	case s.processes.lost(id) == nil && !s.processes.of(id).replacing:
+	case s.processes.lost(id) == nil:
 		s.deliverPendingLocked(id)
 	default:
 		s.processes.change(id, func(p *process) { p.dialed = true })
@@ -369,7 +368,7 @@ func (s *pendingMessages) deliverPending(id int) {
 
 // deliverPendingLocked is deliverPending. processes.mu and mu are held.
 func (s *pendingMessages) deliverPendingLocked(id int) {
-	s.processes.change(id, func(p *process) { p.dialed, p.connected, p.replacing = true, true, false })
+	s.processes.change(id, func(p *process) { p.dialed, p.connected = true, true })
 	s.startDelivery(id)
 }
 
@@ -419,7 +418,7 @@ func (s *pendingMessages) deliverAll(id int) {
 					delete(s.queues, id)
 				}
 			}
-			s.processes.change(id, func(p *process) { p.hasPending = p.hasPending && !connected })
+			s.processes.change(id, func(p *process) { p.hasPending = !connected && p.incarnation != 0 })
 			s.changed.Broadcast()
 			s.mu.Unlock()
 			s.processes.mu.Unlock()

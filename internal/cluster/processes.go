@@ -19,7 +19,6 @@ type process struct {
 	known       bool   // its record has arrived
 	dialed      bool   // this node has connected to it
 	connected   bool   // likewise, and it is not lost, so it can be answered
-	replacing   bool   // it replaces another process, and requests to that one have not failed yet: PeerReplaced follows
 	hasPending  bool   // its messages are queued: it is not connected, or earlier ones are not all delivered yet
 	lost        error  // why it, or the one before it, is considered dead
 	lostEpoch   uint32 // epoch of the one that is considered dead
@@ -125,10 +124,8 @@ func (t *processes) check(msg *van.Message, p *process) disposition {
 	switch {
 	case from == p.incarnation && to == t.incarnation && from != 0 && !p.hasPending:
 		return deliver
-	case failpoint.On("incarnation"), failpoint.On("stale-answer") && !msg.Request, p.known && p.incarnation == 0 && !p.hasPending && (from == 0 || to != t.incarnation), from == 0 && !p.known:
+	case failpoint.On("incarnation"), failpoint.On("stale-answer") && !msg.Request, p.known && p.incarnation == 0 && (from == 0 || to != t.incarnation), from == 0 && !p.known:
 		return deliver // of a C++ StepMesh node, which may have other data in place of the incarnations, or of a process that does not know this node yet
-	case p.incarnation == 0 && p.hasPending, from == 0 && to == 0: // the latter may be of a C++ StepMesh node that replaces the table's process
-		return postpone
 	case from == 0 || to != t.incarnation:
 		return drop
 	default:

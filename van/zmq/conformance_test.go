@@ -30,6 +30,7 @@ func TestConformance(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
+			zmq.LongNets(v)
 			return v
 		}
 		type variant struct {
@@ -94,6 +95,7 @@ func natives(local bool, keys *auth.Keys) func(t testing.TB) van.Van {
 		if err != nil {
 			t.Fatal(err)
 		}
+		zmq.LongNets(v)
 		n.Van = v
 		return n
 	}

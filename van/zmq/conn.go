@@ -32,7 +32,7 @@ type conn struct {
 
 	incarnation uint32        // of the peer; 0: a node of the original
 	before      atomic.Uint32 // the incarnation of the process that the peer has replaced
-	next        atomic.Uint32 // the incarnation of another process that has sent a request as this peer: it may replace the peer
+	admitted    atomic.Bool   // this node knows the process as the peer
 	answers     atomic.Int32  // over which socket answers to a native worker leave: undecided, overDealer, overRouter
 	arrives     atomic.Int64  // 1 + the descriptor of the peer's connection to this node's ROUTER on which the last message arrived; 0: there is none
 }
@@ -72,7 +72,7 @@ func (c *conn) overRouter(msg *van.Message) bool {
 
 // isOf reports whether c is the connection to the process that name identifies.
 func (c *conn) isOf(name peerName) bool {
-	return c.incarnation == name.incarnation
+	return c.incarnation == name.incarnation && c.admitted.Load()
 }
 
 // address returns the address of c's peer. If the peer's record has a host name, it returns the address of the latest
@@ -97,14 +97,13 @@ func (c *conn) succeed(old *conn) {
 	if c.peer.Hostname == old.peer.Hostname {
 		c.at.Store(old.at.Load())
 	}
-	switch c.incarnation {
-	case old.incarnation:
+	if c.incarnation == old.incarnation {
 		c.before.Store(old.before.Load())
-		c.next.Store(old.next.Load())
+		c.admitted.Store(old.admitted.Load())
 		c.answers.Store(old.answers.Load())
-	case old.next.Load():
-		c.answers.Store(overRouter)
+		return
 	}
+	c.admitted.Store(false)
 }
 
 // connected records that the DEALER has a new connection with descriptor fd.

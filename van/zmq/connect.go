@@ -67,6 +67,7 @@ func (v *zvan) connect(ctx context.Context, id int, peer van.Node, now bool) err
 		}
 	}
 	c.incarnation = v.peerIncarnation(&peer)
+	c.admitted.Store(true)
 	old := (*v.peers.Load())[id]
 	switch {
 	case old == nil:
@@ -117,6 +118,9 @@ func (v *zvan) install(c *conn, id int, old *conn) {
 	v.name(c, id)
 	v.replace(func(m map[int]*conn) { m[id] = c })
 	v.guard.known(c)
+	if old != nil && !c.admitted.Load() {
+		time.AfterFunc(v.early.admitTime, func() { v.admit(c) })
+	}
 	if v.started {
 		v.listen(c)
 	}
@@ -390,4 +394,20 @@ func (v *zvan) end(c *conn, linger time.Duration) error {
 		c.mon.end()
 	}
 	return err
+}
+
+// admit makes c the peer, and delivers the pending messages of its process.
+func (v *zvan) admit(c *conn) {
+	if v.early.admit(c) && v.router != nil {
+		v.router.wake()
+	}
+}
+
+// Admit implements van.Admitter.
+func (v *zvan) Admit(id int) {
+	v.mu.Lock() // the connection may be replaced meanwhile, see dial
+	defer v.mu.Unlock()
+	if c := (*v.peers.Load())[id]; c != nil && !c.admitted.Load() {
+		v.admit(c)
+	}
 }

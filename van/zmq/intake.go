@@ -17,6 +17,7 @@ type intake struct {
 	engine *engine.Engine
 	recv   van.Receiver // set by Start
 	flow   flow
+	early  early
 	guard  *guard        // of the ROUTER's connections, or nil
 	moved  atomic.Uint64 // bytes sent and received when busy was last called
 }

@@ -64,6 +64,7 @@ func newNodeWith(t *testing.T, id, port int, recv van.Receiver, edit func(*env.C
 	if err != nil {
 		t.Fatal(err)
 	}
+	LongNets(v)
 	n.zvan = v.(*zvan)
 	n.self = van.Node{Role: van.RoleOf(id), ID: id, Hostname: "127.0.0.1", Port: port, AuxID: -1}
 	self := n.self

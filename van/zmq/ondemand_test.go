@@ -150,12 +150,18 @@ func TestReplacedWithoutConnection(t *testing.T) {
 	next := newNode(t, 9, 6, nil, nil)
 	next.knows(t, server)
 	next.must(t, push(8, 1, nil)) // the server does not know next yet
-	if m := server.next(t); m.Timestamp != 1 {
-		t.Errorf("message %d arrived, want 1", m.Timestamp)
-	}
+	until(t, "the message waits", func() bool {
+		server.early.mu.Lock()
+		defer server.early.mu.Unlock()
+		return len(server.early.kept) == 1
+	})
 	server.knows(t, next)
 	former.must(t, push(8, 2, nil))
 	until(t, "the message of the replaced process, and the empty one before it, are dropped", func() bool { return server.Stats().FencedMessages == 2 })
+	server.Admit(9)
+	if m := server.next(t); m.Timestamp != 1 {
+		t.Errorf("message %d arrived, want 1", m.Timestamp)
+	}
 	if c := (*server.peers.Load())[9]; !c.overRouter(answerOf(9, 1)) {
 		t.Error("the answer to a request that arrived before its process was known leaves over another connection")
 	}

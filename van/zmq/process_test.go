@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"os"
 	"os/exec"
@@ -14,7 +15,9 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
+	"unsafe"
 
 	"github.com/pebbe/zmq4"
 	"github.com/stepaf/stepaf-go/van"
@@ -49,23 +52,23 @@ func TestNativeName(t *testing.T) {
 	}
 }
 
-// TestEarlyMessagesBeyondTheBudget: messages of a replacement process that this node does not know yet, and that wait for the handler,
-// are dropped when they exceed STEPAF_STRANGER_BUDGET. The node gets each of them, with the reason; the others are handed up.
+// TestEarlyMessagesBeyondTheBudget: messages of a replacement process that this node does not know yet are dropped when they
+// exceed STEPAF_STRANGER_BUDGET. The node gets each of them, with the reason; the others are handed up when it knows the process.
 func TestEarlyMessagesBeyondTheBudget(t *testing.T) {
 	type report struct {
 		sender, ts int
 		why        string
 	}
-	dropped, release, taken := make(chan report, 8), make(chan struct{}), make(chan int32, 8)
-	server := newNodeWith(t, 8, 0, func(m *van.Message) {
-		<-release
-		taken <- m.Timestamp
-	}, small, van.Options{Incarnation: 5, OnDropped: func(m *van.Message, why string) {
+	dropped := make(chan report, 8)
+	server := newNodeWith(t, 8, 0, nil, small, van.Options{Incarnation: 5, OnDropped: func(m *van.Message, why string) {
 		dropped <- report{m.Sender, int(m.Timestamp), why}
 	}})
-	if err := server.Connect(t.Context(), 9, workerRecord(1, 1)); err != nil {
-		t.Fatal(err)
+	connect := func(incarnation uint32) {
+		if err := server.Connect(t.Context(), 9, workerRecord(incarnation, 1)); err != nil {
+			t.Fatal(err)
+		}
 	}
+	connect(1)
 	fresh := dialRaw(t, server, of9(2))
 	send := func(ts int) { // one after the other: the guard ends a connection with more unread bytes than the budget
 		fresh.send(packed(t, push(8, ts, nil)), make([]byte, 8), make([]byte, 24<<10))
@@ -86,58 +89,76 @@ func TestEarlyMessagesBeyondTheBudget(t *testing.T) {
 		}
 	}
 	server.says(t, "dropped a message of an unknown process, which is not a member of the cluster")
-	close(release)
-	for want := range int32(2) {
-		if got := <-taken; got != want {
-			t.Errorf("got message %d, want %d", got, want)
+	connect(2)
+	server.Admit(9)
+	for want := range 2 {
+		if m := server.next(t); int(m.Timestamp) != want {
+			t.Errorf("got message %d, want %d", m.Timestamp, want)
 		}
 	}
 }
 
-// TestReplaced: data of a replaced process is dropped under any name that the process has, and the process gets no answers of its
-// replacement. Data that another process sends is handed up, also before this node knows it: the layers above check its incarnation.
-// Answers of a process that this node does not know are dropped.
+// TestReplaced: data of a replaced process is dropped under any name, and the process gets no answers of its
+// replacement. Data that the replacement process sends before this node knows it is queued in order, and handed up
+// when the node knows it.
 func TestReplaced(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
+	rec := func(incarnation uint32) van.Node {
+		return van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: incarnation}).Encode()}
+	}
 	connect := func(incarnation uint32) {
-		if err := server.Connect(t.Context(), 9, workerRecord(incarnation, 1)); err != nil {
+		if err := server.Connect(t.Context(), 9, rec(incarnation)); err != nil {
 			t.Fatal(err)
 		}
 	}
 	connect(1)
 	old := dialRaw(t, server, "ps9.00000001")
 	say := func(r *raw, ts int) { r.send(packed(t, push(8, ts, nil))) }
-	hear := func(incarnation uint32, want ...int) { // incarnation: that of a message whose sender was not known
+	hear := func(want ...int) {
 		t.Helper()
 		for _, ts := range want {
-			m := server.next(t)
-			if from, _ := m.Incarnations(); m.Sender != 9 || int(m.Timestamp) != ts || from != incarnation {
-				t.Errorf("got message %d of %d with incarnation %d, want %d of 9 with %d", m.Timestamp, m.Sender, from, ts, incarnation)
+			if m := server.next(t); m.Sender != 9 || int(m.Timestamp) != ts {
+				t.Errorf("got message %d of %d, want %d of 9", m.Timestamp, m.Sender, ts)
 			}
 		}
 	}
 	say(old, 1)
-	hear(0, 1)
+	hear(1)
 	fresh := dialRaw(t, server, "ps9.00000002")
 	say(fresh, 100)
-	pull := push(8, 7, nil)
-	pull.Request, pull.Push = false, false
-	fresh.send(packed(t, pull)) // an answer
 	say(fresh, 101)
-	hear(2, 100, 101)
-	until(t, "refusal", func() bool { return server.Stats().FencedMessages == 1 })
+	until(t, "kept messages", func() bool {
+		server.early.mu.Lock()
+		defer server.early.mu.Unlock()
+		return len(server.early.kept) == 2
+	})
 	connect(2)
 	say(fresh, 102)
-	hear(0, 102)
+	until(t, "kept message", func() bool {
+		server.early.mu.Lock()
+		defer server.early.mu.Unlock()
+		return len(server.early.kept) == 3
+	})
+	server.Admit(9)
+	hear(100, 101, 102)
 	say(old, 2)
-	until(t, "refusal", func() bool { return server.Stats().FencedMessages == 2 })
-	say(dialRaw(t, server, "ps9"), 3) // as a node of the original
-	hear(0, 3)
+	until(t, "refusal", func() bool { return server.Stats().FencedMessages == 1 })
+	say(dialRaw(t, server, "ps9"), 3)          // as a node of the original
 	say(dialRaw(t, server, "ps9.00000003"), 4) // as an unknown process
-	hear(3, 4)
 	say(fresh, 103)
-	hear(0, 103)
+	hear(103)
+	until(t, "messages of others", func() bool {
+		server.early.mu.Lock()
+		defer server.early.mu.Unlock()
+		server.early.most = 0
+		return len(server.early.kept) == 2
+	})
+	server.early.expire()
 	server.says(t, "dropped a message of a process that was replaced")
+	server.says(t, "dropped a message of a process that the scheduler did not name")
+	if n := server.Stats().FencedMessages; n != 3 {
+		t.Errorf("%d messages were dropped, want 3: one of the process that was replaced, two of processes that nobody knows", n)
+	}
 	answer := push(9, 103, make([]byte, 100))
 	answer.Request = false
 	server.must(t, answer)
@@ -150,38 +171,46 @@ func TestReplaced(t *testing.T) {
 		t.Errorf("message %d of %d was handed up", m.Timestamp, m.Sender)
 	default:
 	}
-	until(t, "no bytes of strangers are counted", func() bool { return server.flow.strange.Load() == 0 })
+	if n := server.flow.strange.Load(); n != 0 {
+		t.Errorf("%d bytes of strangers are still counted", n)
+	}
 }
 
-// TestReplacedByOriginal: data that a process of the original sends under the id of a process of this library is handed up without
-// incarnations, whatever the process puts in their place. When this node knows the process, its data is handed up as it is.
+// TestReplacedByOriginal: a process of the original replaces a process of this library. Messages that it sends before this node
+// knows it are handed up in order when the node knows it.
 func TestReplacedByOriginal(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
-	rec := workerRecord(1, 1)
-	connect := func() {
-		if err := server.Connect(t.Context(), 9, rec); err != nil {
-			t.Fatal(err)
-		}
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.NodeExtension{Incarnation: 1}).Encode()}
+	if err := server.Connect(t.Context(), 9, rec); err != nil {
+		t.Fatal(err)
 	}
-	connect()
+	kept := func(n int) {
+		t.Helper()
+		until(t, "kept message", func() bool {
+			server.early.mu.Lock()
+			defer server.early.mu.Unlock()
+			return len(server.early.kept) == n
+		})
+	}
 	fresh := dialRaw(t, server, "ps9")
-	say := func(ts int) (from, to uint32) {
-		m := push(8, ts, nil)
-		m.SetIncarnations(1, 5)
-		fresh.send(packed(t, m))
-		got := server.next(t)
-		if got.Sender != 9 || int(got.Timestamp) != ts {
-			t.Fatalf("got message %d of %d, want %d of 9", got.Timestamp, got.Sender, ts)
-		}
-		return got.Incarnations()
+	for ts := range 2 {
+		fresh.send(packed(t, push(8, ts, nil)))
 	}
-	if from, to := say(0); from != 0 || to != 0 {
-		t.Errorf("incarnations %d and %d, want none", from, to)
-	}
+	kept(2)
 	rec.Endpoint = nil
-	connect()
-	if from, to := say(1); from != 1 || to != 5 {
-		t.Errorf("incarnations %d and %d, want 1 and 5", from, to)
+	if err := server.Connect(t.Context(), 9, rec); err != nil {
+		t.Fatal(err)
+	}
+	server.early.mu.Lock()
+	server.early.most = 0
+	server.early.mu.Unlock()
+	server.early.expire() // too late for other processes, not for the process to be admitted next
+	server.Admit(9)
+	fresh.send(packed(t, push(8, 2, nil)))
+	for want := range 3 {
+		if m := server.next(t); m.Sender != 9 || int(m.Timestamp) != want {
+			t.Fatalf("got message %d of %d, want %d of 9", m.Timestamp, m.Sender, want)
+		}
 	}
 }
 
@@ -566,25 +595,185 @@ func parent(t *testing.T) {
 	select {}
 }
 
-// TestSucceed: a connection that is made again to the same process is what the one before was; one to another process
-// remembers which was before it, and answers over the ROUTER if that process has sent a request already.
-func TestSucceed(t *testing.T) {
-	for _, requested := range []uint32{0, 8, 9} {
-		old, again, next := &conn{incarnation: 7}, &conn{incarnation: 7}, &conn{incarnation: 8}
-		old.before.Store(6)
-		old.next.Store(requested)
-		old.answers.Store(overDealer)
-		again.succeed(old)
-		next.succeed(old)
-		if again.before.Load() != 6 || again.next.Load() != requested || again.answers.Load() != overDealer {
-			t.Errorf("made again: before it %d, after it %d, answers %d; want 6, %d, %d", again.before.Load(), again.next.Load(), again.answers.Load(), requested, overDealer)
-		}
-		want := int32(undecided)
-		if requested == 8 {
-			want = overRouter
-		}
-		if next.before.Load() != 7 || next.next.Load() != 0 || next.answers.Load() != want {
-			t.Errorf("another: before it %d, after it %d, answers %d; want 7, 0, %d", next.before.Load(), next.next.Load(), next.answers.Load(), want)
+// bare is a van without sockets.
+func bare() *zvan {
+	v := &zvan{}
+	v.log = slog.New(slog.DiscardHandler)
+	v.flow.n, v.early.n, v.early.flow = &v.shared, &v.shared, &v.flow
+	return v
+}
+
+// TestEarlyMessagesStayInFront: a new message of a process that is known by now is queued after the pending messages of that
+// process, once. If the process has no pending messages, the new message is not queued.
+func TestEarlyMessagesStayInFront(t *testing.T) {
+	v, c := bare(), &conn{incarnation: 7}
+	c.admitted.Store(true)
+	v.peers.Store(&map[int]*conn{9: c, 11: c})
+	from := func(id int) *van.Message {
+		m := &van.Message{}
+		m.Reset()
+		m.Sender = id
+		return m
+	}
+	e, first, behind := &v.early, from(9), from(9)
+	e.most = time.Hour
+	if e.keep(first, peerName{9, 7}) {
+		t.Error("a message is kept though nothing is before it")
+	}
+	e.ready = append(e.ready, first)
+	if e.keep(from(11), peerName{11, 7}) {
+		t.Error("a message is kept behind another node's")
+	}
+	if !e.keep(behind, peerName{9, 7}) {
+		t.Error("a message overtakes one that is kept")
+	}
+	for i, want := range []*van.Message{first, behind, nil} {
+		if got := e.next(); got != want {
+			t.Errorf("message %d that is ready: %v, want %v", i, got, want)
 		}
 	}
+	if n := len(e.kept); n != 0 {
+		t.Errorf("%d messages are kept, want none", n)
+	}
+}
+
+// freedOf counts how often a message is released.
+type freedOf int
+
+func (n *freedOf) Free(*van.Message) { *n++ }
+
+// TestEarlyMessages: messages of a process that this node does not know yet wait until that process is admitted, or until their
+// limit. Messages that are dropped at the limit, by close, or after close are released once.
+func TestEarlyMessages(t *testing.T) {
+	v := bare()
+	next, stranger := &conn{incarnation: 7}, &conn{incarnation: 1}
+	next.who.Store(&identity{id: 9})
+	v.peers.Store(&map[int]*conn{9: next, 11: stranger})
+	e := &v.early
+	e.most = time.Hour
+	defer func() { e.close() }()
+	var freed [6]freedOf
+	said := func(want ...freedOf) {
+		t.Helper()
+		for i, n := range want {
+			if freed[i] != n {
+				t.Errorf("message %d was given back %d times, want %d", i, freed[i], n)
+			}
+		}
+	}
+	keep := func(i int, name peerName) {
+		t.Helper()
+		m := &van.Message{}
+		m.Reset()
+		m.Sender, m.Timestamp = name.id, int32(i)
+		f := new(frames)
+		f.setWeight(10, true)
+		v.flow.strange.Add(10)
+		m.Adopt(&freed[i], unsafe.Pointer(f))
+		if !e.keep(m, name) {
+			t.Errorf("message %d is not kept", i)
+		}
+	}
+	age := func(d time.Duration) {
+		e.mu.Lock()
+		for i := range e.kept {
+			e.kept[i].at -= uint64(d)
+		}
+		e.mu.Unlock()
+	}
+	keep(0, peerName{9, 7})
+	keep(1, peerName{9, 8}) // it will take the place of 7
+	keep(2, peerName{11, 7})
+	keep(3, peerName{9, 7})
+	if e.timer == nil {
+		t.Error("nothing looks after what is kept")
+	}
+	age(time.Hour - time.Minute)
+	e.expire()
+	said(0, 0, 0, 0)
+	age(2 * time.Minute)
+	e.expire() // 7 is about to be admitted
+	said(0, 1, 1, 0)
+	if n := v.stats.stale.Load(); n != 2 {
+		t.Errorf("%d are counted as dropped, want 2", n)
+	}
+	if e.timer == nil {
+		t.Error("nothing looks after what is kept still")
+	}
+	if e.next() != nil {
+		t.Error("a message is ready before its process is admitted")
+	}
+	keep(1, peerName{9, 8})
+	v.Admit(9)
+	keep(4, peerName{9, 7}) // behind those
+	if m := e.next(); m == nil || m.Timestamp != 0 {
+		t.Errorf("first comes %v, want message 0", m)
+	} else {
+		m.Release()
+	}
+	if len(e.kept) != 1 || len(e.ready) != 2 {
+		t.Errorf("%d are kept and %d ready, want 1 and 2", len(e.kept), len(e.ready))
+	}
+	e.close()
+	said(1, 2, 1, 1, 1)
+	keep(5, peerName{9, 8})
+	said(1, 2, 1, 1, 1, 1)
+	if n := v.flow.strange.Load(); n != 40 { // messages dropped by close are no longer counted for any peer
+		t.Errorf("%d bytes are counted, want those of the four that did not expire", n)
+	}
+	if e.next() != nil || len(e.kept) > 0 {
+		t.Error("something is left at the end")
+	}
+}
+
+// TestSucceed: a connection that is made again to the same process is what the one before was; one to another process
+// waits to be admitted, and remembers which was before it.
+func TestSucceed(t *testing.T) {
+	for _, admitted := range []bool{false, true} {
+		old, again, next := &conn{incarnation: 7}, &conn{incarnation: 7}, &conn{incarnation: 8}
+		old.before.Store(6)
+		old.admitted.Store(admitted)
+		next.admitted.Store(true)
+		again.succeed(old)
+		next.succeed(old)
+		if again.before.Load() != 6 || again.admitted.Load() != admitted {
+			t.Errorf("made again: before it %d, admitted %t; want 6, %t", again.before.Load(), again.admitted.Load(), admitted)
+		}
+		if next.before.Load() != 7 || next.admitted.Load() {
+			t.Errorf("another: before it %d, admitted %t; want 7, false", next.before.Load(), next.admitted.Load())
+		}
+	}
+}
+
+// TestEarlyMessagesExpire: each message is checked when its time is over, also messages after the first. The hours are
+// those of the bubble, whose clock advances when all its goroutines are idle.
+func TestEarlyMessagesExpire(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		v := bare()
+		v.peers.Store(&map[int]*conn{})
+		v.early.most = time.Hour
+		var freed [4]freedOf
+		for i := range freed {
+			m := &van.Message{}
+			m.Reset()
+			m.Adopt(&freed[i], unsafe.Pointer(new(frames)))
+			if i == 3 {
+				time.Sleep(2 * time.Hour) // the other processes have left
+			}
+			v.early.keep(m, peerName{9, 7})
+			time.Sleep(20 * time.Minute)
+		}
+		said := func(want [4]freedOf) {
+			t.Helper()
+			v.early.mu.Lock()
+			defer v.early.mu.Unlock()
+			if freed != want {
+				t.Errorf("given back %v times, want %v", freed, want)
+			}
+		}
+		said([4]freedOf{1, 1, 1, 0})
+		time.Sleep(50 * time.Minute)
+		said([4]freedOf{1, 1, 1, 1})
+		v.early.close()
+	})
 }

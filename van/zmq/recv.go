@@ -60,8 +60,14 @@ func (r *receiver) stop(ctx context.Context) error {
 
 // Take implements engine.Source.
 func (r *receiver) Take(slice time.Duration, poll bool) (*van.Message, *lane, engine.PollResult) {
-	if poll && r.inHand.Load() != 0 {
+	early := r.router && r.in.early.count.Load() > 0
+	if poll && (early || r.inHand.Load() != 0) {
 		return nil, nil, engine.Nothing // an earlier message is still being delivered
+	}
+	if early {
+		if msg := r.in.early.next(); msg != nil {
+			return msg, r.lanes.of(msg.Sender).of(msg), engine.Message
+		}
 	}
 	if !r.came && !r.recv(slice, false) {
 		return nil, nil, engine.Nothing
@@ -95,7 +101,7 @@ func (r *receiver) recv(spin time.Duration, park bool) bool {
 // Arm implements engine.Source.
 func (r *receiver) Arm(engine.Sleeper) bool {
 	r.came = r.came || r.recv(0, true)
-	return r.came
+	return r.came || r.router && r.in.early.count.Load() > 0
 }
 
 // Disarm implements engine.Source.
@@ -121,8 +127,8 @@ func (r *receiver) Discard(msg *van.Message) {
 	msg.Release()
 }
 
-// accept decodes the received frames in msg, which is r.next, and reports whether the message can be delivered. If it can, r.next is another
-// message then. Otherwise msg is empty.
+// accept decodes the received frames in msg, which is r.next, and reports whether the message can be delivered now. If msg is delivered or
+// queued, r.next is another message then. Otherwise msg is empty.
 func (r *receiver) accept(msg *van.Message) (deliver bool) {
 	f := (*frames)(msg.Native())
 	now := clock.Now()
@@ -152,12 +158,9 @@ func (r *receiver) accept(msg *van.Message) (deliver bool) {
 	case !msg.IsControl() && r.fenced(c, name):
 		r.in.fenced(name)
 	case probe:
-	case r.router && c != nil && !member && !msg.Request && !msg.Push && !msg.IsControl(): // an answer, but this node has asked that process nothing
-		r.in.fenced(name)
 	case r.take(msg, now, name, c, member, f.dataLen(f.len()-2)):
 		r.next = r.pool.get()
-		msg.Adopt(&r.pool, msg.Native())
-		return true
+		return !r.keep(msg, name, c, member)
 	}
 	r.pool.clear(msg)
 	return false
@@ -165,7 +168,6 @@ func (r *receiver) accept(msg *van.Message) (deliver bool) {
 
 // take notes the sender, the origin and the time of a message, and counts its size bytes. It reports false if the budget for unknown
 // senders refuses the message. c is the connection to the node with that name, if any; member reports whether the sender is c's process.
-// The layers above queue data of a process that is not a member yet.
 func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, member bool, size int) bool {
 	msg.Sender, msg.Origin = name.id, van.OriginUnknown
 	if msg.IsControl() {
@@ -179,21 +181,18 @@ func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, me
 		r.in.n.checkRecord(&msg.Meta)
 	}
 	(*frames)(msg.Native()).setWeight(size+messageCost+len(msg.Parts)*van.PartBytes, stranger)
-	switch {
-	case !r.router || c == nil:
-	case member && msg.Request && c.answers.Load() == undecided:
-		c.answers.CompareAndSwap(undecided, overRouter)
-	case !member && !msg.IsControl(): // the layers above compare the incarnations: the sender's is that of its connection
-		_, to := msg.Incarnations()
-		if name.incarnation == 0 {
-			to = 0 // a C++ StepMesh process may have other data there
-		}
-		msg.SetIncarnations(name.incarnation, to)
-		if msg.Request {
-			c.next.Store(name.incarnation)
-		}
-	}
 	return r.in.flow.arrived(msg)
+}
+
+// keep makes msg the owner of its frames. If the sender is not admitted yet, or earlier messages of it are queued, keep queues msg. It
+// reports whether it did.
+func (r *receiver) keep(msg *van.Message, name peerName, c *conn, member bool) bool {
+	msg.Adopt(&r.pool, msg.Native())
+	if r.router && c != nil && msg.Request && c.incarnation == name.incarnation && c.answers.Load() == undecided {
+		c.answers.CompareAndSwap(undecided, overRouter)
+	}
+	return r.router && c != nil && !msg.IsControl() && (!member || r.in.early.count.Load() > 0) && !failpoint.On("incarnation") &&
+		r.in.early.keep(msg, name)
 }
 
 // senderOf returns the sender of a message and the connection to the node with that id, if any. A name that was made for

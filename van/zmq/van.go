@@ -89,6 +89,7 @@ func New(o van.Options) (van.Van, error) {
 		v.budget = int64(n.cfg.SendBudget)
 	}
 	v.flow.init(n)
+	v.early.n, v.early.flow, v.early.most, v.early.admitTime = n, &v.flow, keepTime, admitTime
 	if v.engine = o.Engine; v.engine == nil {
 		v.engine = engine.New(o.Config.BusyPoll.Spin())
 	}
@@ -272,6 +273,7 @@ func (v *zvan) Close(ctx context.Context) error {
 	}
 	v.wg.Wait()
 	errs = append(errs, v.zctx.Term())
+	v.early.close()
 	v.unbind()
 	return errors.Join(errs...)
 }
