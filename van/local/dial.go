@@ -230,7 +230,7 @@ func (d *dialer) dialAgain(n *outPeer, behind bool) (l *outLink, err error) {
 func (d *dialer) keep(n *outPeer) {
 	p, l := d.peers, n.Link()
 	awaitEnd(l.conn)
-	behind := l.behind() // then marks also precede the next link: data sent before over the van inside may still be on its way
+	behind := isBehind(l) // then marks also precede the next link: data sent before over the van inside may still be on its way
 	l.close(false)
 	if !p.Current(n) {
 		return

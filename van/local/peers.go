@@ -25,15 +25,15 @@ func (l *outLink) Close() (lost int) { return l.close(true) }
 
 // insideLost ends l if marks that precede it may be lost.
 func (p *peers) insideLost(l *outLink, _ error) {
-	if l.behind() {
+	if isBehind(l) {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		_ = l.fail(links.ErrMarksLost)
 	}
 }
 
-// behind reports whether marks that precede l have not arrived. The receiver clears the segment's flag when they have.
-func (l *outLink) behind() bool {
+// isBehind reports whether marks that precede l have not arrived. The receiver clears the segment's flag when they have.
+func isBehind(l *outLink) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return !l.gone && l.seg.behind().Load() != 0
