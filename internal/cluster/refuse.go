@@ -29,8 +29,8 @@ var refusalKinds = [...]struct {
 // errUnanswered: a request was processed, but the transport has not taken its answer.
 var errUnanswered = errors.New("the request was processed, but its answer was not sent")
 
-// Unanswered wraps err, the transport's error for the answer to a batch or a push. The worker's error then matches none of those that mean that
-// a request was not processed, which the worker may repeat.
+// Unanswered wraps err, the transport's error for the answer to a batch or a push. The worker's error then matches
+// no sentinel of a request that was not processed, and that the worker may repeat.
 func Unanswered(err error) error { return fmt.Errorf("%w: %w", errUnanswered, err) }
 
 // Declined returns why as the reason of a handler that refuses a request. A reason that matches van.ErrFinished stays
