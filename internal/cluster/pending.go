@@ -84,7 +84,7 @@ func (s *pendingMessages) handleCancel(msg *van.Message) bool {
 		s.processes.logDropped(msg, p)
 	case !valid:
 		s.self.droppedControl(msg.Sender, &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, first timestamp and count"})
-	case from == p.incarnation && !p.hasPending:
+	case from == p.incarnation: // the application also drops the canceled requests that are still queued here
 		s.apps.cancel(app, w, p.epoch)
 	case !s.addCancel(from, app, w):
 		s.processes.logDropped(msg, p)
@@ -92,8 +92,8 @@ func (s *pendingMessages) handleCancel(msg *van.Message) bool {
 	return true
 }
 
-// addCancel stores the cancellation of a process that this node does not know yet, or whose messages are being
-// delivered. It returns false if the process cannot be a member.
+// addCancel stores the cancellation of a process that this node does not know yet. It returns false if the process cannot be a
+// member.
 func (s *pendingMessages) addCancel(incarnation uint32, app int, w Canceled) bool {
 	s.processes.mu.Lock()
 	defer s.processes.mu.Unlock()

@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"fmt"
 	"slices"
 	"strings"
 	"sync"
@@ -227,6 +228,51 @@ func TestCanceledByAPendingProcess(t *testing.T) {
 	until(t, "the last one comes", func() bool { return slices.Contains(app.all(), 5) })
 	if got, want := app.all(), []int32{2, 4, 5}; !slices.Equal(got, want) {
 		t.Errorf("the application has %v, want %v", got, want)
+	}
+}
+
+// TestCanceledDuringDelivery: the cancellation of a request has effect while the request's handler runs in the delivery of pending
+// messages. A canceled request that is still pending does not reach the application.
+func TestCanceledDuringDelivery(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	w, s := core(c.Workers[0]), core(c.Servers[0])
+	entered, canceled, leave := make(chan int32, 8), make(chan cluster.Canceled, 2), make(chan struct{})
+	x, err := s.App().AddCustomer(7, 7, func(m *van.Message) {
+		entered <- m.Timestamp
+		<-leave
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	x.OnCanceled(func(w cluster.Canceled) { canceled <- w })
+	id, next := van.WorkerID(0), w.Incarnation()^0x5555
+	receive := func(m *van.Message) {
+		m.Sender = id
+		m.SetIncarnations(next, s.Incarnation())
+		s.Receive(m)
+	}
+	for ts := range int32(3) {
+		receive(rawRequest(7, ts, 8))
+	}
+	s.SetProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.NodeExtension{Incarnation: next}).Encode()})
+	<-entered
+	for ts := range int32(2) {
+		m := &van.Message{}
+		m.Reset()
+		m.Control.Cmd, m.Body = van.Heartbeat, fmt.Appendf(nil, "stepaf/1 given-up 7 7 %d 1", ts)
+		receive(m)
+		select {
+		case got := <-canceled:
+			if want := (cluster.Canceled{Sender: id, Customer: 7, First: ts, Count: 1}); got != want {
+				t.Errorf("canceled is %+v, want %+v", got, want)
+			}
+		default:
+			t.Errorf("the cancellation of request %d has no effect while a handler runs", ts)
+		}
+	}
+	close(leave)
+	if ts := <-entered; ts != 2 {
+		t.Errorf("request %d is delivered after request 0, want 2", ts)
 	}
 }
 
