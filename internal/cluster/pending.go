@@ -146,9 +146,9 @@ func (s *pendingMessages) has(id int, incarnation uint32) bool {
 	})
 }
 
-// enqueue queues or drops msg and returns true. It returns false if msg can be delivered: its sender has become
-// known, and no message of it is queued.
-func (s *pendingMessages) enqueue(msg *van.Message) bool {
+// enqueue queues or drops msg and returns nil. If msg can be delivered, enqueue returns the process that has sent it: the process
+// has become known, and no message of it is queued.
+func (s *pendingMessages) enqueue(msg *van.Message) *process {
 	size := weight(msg)
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -156,10 +156,10 @@ func (s *pendingMessages) enqueue(msg *van.Message) bool {
 		p := s.processes.of(msg.Sender)
 		switch s.processes.check(msg, p) {
 		case deliver:
-			return false
+			return p
 		case drop:
 			s.processes.logDropped(msg, p)
-			return true
+			return nil
 		}
 		v := s.queues[msg.Sender]
 		if v == nil {
@@ -169,7 +169,7 @@ func (s *pendingMessages) enqueue(msg *van.Message) bool {
 		ofMember := p.hasPending && from == p.incarnation
 		switch {
 		case s.closed:
-			return true
+			return nil
 		case ofMember && v.bytes+size > s.self.cfg.RecvBudgetPeer && len(v.queue) > 0:
 			if !paused {
 				paused = true
@@ -180,20 +180,20 @@ func (s *pendingMessages) enqueue(msg *van.Message) bool {
 		case ofMember:
 		case !s.self.mayJoin(msg.Sender):
 			s.logDropped(msg, "the cluster has no member with that id")
-			return true
+			return nil
 		case len(v.queue) >= maxQueuedRequests:
 			why := fmt.Sprintf("%d messages of it are queued already", len(v.queue))
 			s.logDropped(msg, why)
 			s.refuse(msg, why)
-			return true
+			return nil
 		case s.bytes+size > s.self.cfg.StrangerBudget:
 			why := fmt.Sprintf("this message has %d bytes, and %d are queued already (STEPAF_STRANGER_BUDGET=%d)", size, s.bytes, s.self.cfg.StrangerBudget)
 			s.logDropped(msg, why)
 			s.refuse(msg, why)
-			return true
+			return nil
 		}
 		s.add(msg.Sender, pendingMessage{queuedRequest: queuedRequest{msg.Retain(), clock.Now()}})
-		return true
+		return nil
 	}
 }
 

@@ -31,10 +31,9 @@ func (n *Node) receive(msg *van.Message) {
 		n.processes.logDropped(msg, p)
 		return
 	case postpone:
-		if n.pending.enqueue(msg) {
+		if p = n.pending.enqueue(msg); p == nil {
 			return
 		}
-		p = n.processes.of(msg.Sender)
 	}
 	n.apps.receive(msg, p)
 }
