@@ -3,6 +3,7 @@ package cluster
 // The routing of data messages to the customers of a node.
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"maps"
@@ -38,8 +39,8 @@ func (a App) add(id, customer int, in *Inbound, serves bool, handle func(*van.Me
 	apps := &n.apps
 	apps.mu.Lock()
 	defer apps.mu.Unlock()
-	if apps.closed {
-		return nil, &van.Error{Op: "add customer", Node: n.Name(), Err: van.ErrClosed}
+	if apps.ended {
+		return nil, &van.Error{Op: "add customer", Node: n.Name(), Err: n.lifetime.Alive()}
 	}
 	if (*apps.table.Load())[k] != nil {
 		return nil, &van.Error{Op: "add customer", Node: n.Name(), Detail: fmt.Sprintf("application %d, customer %d exists", id, customer), Err: van.ErrInvalid}
@@ -147,7 +148,7 @@ func (a *apps) cancel(app int, w Canceled, epoch uint32) {
 	}
 }
 
-// deliverToSelf delivers a message that a node sends to itself.
+// deliverToSelf delivers a message that a node sends to itself. It drops the message if the node has failed or leaves.
 func (a *apps) deliverToSelf(msg *van.Message) {
 	c := &van.Message{Meta: msg.Meta, Sender: msg.Receiver, Receiver: msg.Receiver, Frames: msg.Frames}
 	c.Body = append([]byte(nil), msg.Body...)
@@ -159,10 +160,29 @@ func (a *apps) deliverToSelf(msg *van.Message) {
 	if msg.Done != nil {
 		msg.Done.Sent()
 	}
-	go func() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.ended {
+		c.Release()
+		return
+	}
+	a.deliveries.Go(func() {
 		a.deliver(c)
 		c.Release()
+	})
+}
+
+// awaitDeliveries waits until the goroutines that deliver messages have returned, or ctx ends.
+func (a *apps) awaitDeliveries(ctx context.Context) {
+	returned := make(chan struct{})
+	go func() {
+		a.deliveries.Wait()
+		close(returned)
 	}()
+	select {
+	case <-returned:
+	case <-ctx.Done():
+	}
 }
 
 // garbageCollected owns messages that the garbage collector frees.

@@ -308,7 +308,7 @@ func (c *Customer) deliver(msg *van.Message) {
 // deliverBacklog delivers the messages that were queued for c, before c gets any other.
 func (c *Customer) deliverBacklog(kept []queuedRequest) {
 	for _, sender := range c.backlogs.fill(kept) {
-		go c.deliverFrom(sender)
+		c.node.apps.deliveries.Go(func() { c.deliverFrom(sender) })
 	}
 }
 

@@ -39,6 +39,8 @@ type apps struct {
 	noApp      logx.Sparse
 	tooMany    logx.Sparse
 
+	deliveries sync.WaitGroup // goroutines that deliver messages outside of the transport. None starts after failAll and pendingMessages.close
+
 	overfull atomic.Bool // a Poll has queued a request beyond a limit, and no request has left queued since; set under mu
 }
 

@@ -161,6 +161,7 @@ func (n *Node) leave(ctx context.Context, linger time.Duration) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), linger)
 	defer cancel()
 	err := n.transport.van.Close(ctx)
+	n.apps.awaitDeliveries(ctx)
 	n.apps.close()
 	for exit := n.lifetime.nextExit(&n.control.mu); exit != nil; exit = n.lifetime.nextExit(&n.control.mu) {
 		(*exit)()

@@ -378,7 +378,7 @@ func (s *pendingMessages) startDelivery(id int) {
 	switch {
 	case !p.hasPending || v != nil && v.delivering:
 		return
-	case !s.has(id, p.incarnation):
+	case s.closed || !s.has(id, p.incarnation):
 		s.processes.change(id, func(p *process) { p.hasPending = false })
 		s.changed.Broadcast()
 		return
@@ -387,7 +387,7 @@ func (s *pendingMessages) startDelivery(id int) {
 		s.queues[id] = v
 	}
 	v.delivering = true
-	go s.deliverAll(id)
+	s.apps.deliveries.Go(func() { s.deliverAll(id) })
 }
 
 // deliverAll applies the cancellations of node id and delivers its queued messages, including those that are queued

@@ -430,7 +430,7 @@ func TestWhatEndsAWaitForAnApplication(t *testing.T) {
 			n.apps.peerLost(9, van.ErrPeerLost)
 		}, "[]", ""},
 		{"end of the program", func(_ *testing.T, n *Node) { n.apps.refuseNew(func() string { return "stop" }) }, "[]", "stepaf/1 refused 7 0 2 finished"},
-		{"end of the node", func(_ *testing.T, n *Node) { n.apps.failAll(van.ErrClosed) }, "[1]", ""},
+		{"end of the node", func(_ *testing.T, n *Node) { n.apps.failAll(van.ErrClosed) }, "[]", ""},
 	} {
 		t.Run(x.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -462,8 +462,9 @@ func TestWhatEndsAWaitForAnApplication(t *testing.T) {
 					t.Fatalf("the request waits: %t, want %t", len(done) == 1, waits)
 				}
 				came := []int32{}
-				if _, err := n.App().AddCustomer(7, 7, func(m *van.Message) { came = append(came, m.Timestamp) }); err != nil {
-					t.Error(err)
+				_, err := n.App().AddCustomer(7, 7, func(m *van.Message) { came = append(came, m.Timestamp) })
+				if ended := x.name == "end of the node"; ended != (err != nil) {
+					t.Errorf("the node has ended: %t, making the application: %v", ended, err)
 				}
 				synctest.Wait()
 				if len(done) != 2 {
