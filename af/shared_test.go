@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -323,6 +324,53 @@ func TestSharedTensorFreed(t *testing.T) {
 		}
 		freeX()
 		freeY()
+	}
+	c.Finalize(t)
+}
+
+// TestManySharedTensors: a call with more values in shared allocations than a link has slots is answered, and so is the next one.
+func TestManySharedTensors(t *testing.T) {
+	const n, count = 32 << 10, 600
+	c := mapsMemory(t)
+	w, s := pair(t, c)
+	if err := s.Handle(func(b af.Batch) {
+		var outs []af.KeyTensor
+		for i, p := range b.Pulls() {
+			if p.Out.Len() == 0 {
+				t.Errorf("the memory of pull %d is not known", i)
+				p.Out = bytesOf(t, make([]byte, p.Len))
+			}
+			copy(p.Out.Bytes(), b.Pushes()[i].Val.Bytes())
+			outs = append(outs, af.KeyTensor{Key: p.Key, Val: p.Out})
+		}
+		if err := b.Respond(outs); err != nil {
+			t.Error(err)
+		}
+	}); err != nil {
+		t.Fatal(err)
+	}
+	whole := shared(t, count*n, 0)
+	var push, pull []af.KeyTensor
+	for i := range count {
+		push = append(push, af.KeyTensor{Key: uint64(i), Val: bytesOf(t, whole.Bytes()[i*n:(i+1)*n])})
+		pull = append(pull, af.KeyTensor{Key: uint64(i), Val: shared(t, n, 0)})
+	}
+	for round := range 2 {
+		for i := range push {
+			fill(push[i].Val.Bytes(), byte(i+round))
+		}
+		h, err := w.PushPull(push, [][]af.KeyTensor{pull}, af.Within(20*time.Second))
+		if err == nil {
+			err = h.Wait(t.Context())
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i := range pull {
+			if !isAll(pull[i].Val, byte(i+round)) {
+				t.Fatalf("round %d: answer %d begins with %d, want %d", round, i, pull[i].Val.Bytes()[0], byte(i+round))
+			}
+		}
 	}
 	c.Finalize(t)
 }

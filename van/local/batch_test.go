@@ -270,6 +270,28 @@ func TestBatchOfLostLink(t *testing.T) {
 	}
 }
 
+// TestBatchLeavesSlots: the rest of a streamed value of a batch does not take a slot that the batch needs for its values by reference.
+func TestBatchLeavesSlots(t *testing.T) {
+	worker, _ := unread(t, nil, nil)
+	l := worker.peers.link(8)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	all := l.pins.free
+	for _, c := range []struct {
+		batch bool
+		free  int
+		want  bool // the rest is pinned
+	}{{true, maxReferences + 1, false}, {true, maxReferences + 2, true}, {false, 1, true}, {false, 0, false}} {
+		l.pins.free = all[:c.free:c.free]
+		l.stream = stream{pin: pin{busy: true}, part: partVals, batch: c.batch}
+		l.stream.mems[partVals] = backend.Bytes(make([]byte, streamFrom))
+		if l.pinRest(); l.streaming() == c.want {
+			t.Errorf("batch %t, %d slots are free: the rest is pinned: %t, want %t", c.batch, c.free, !l.streaming(), c.want)
+		}
+	}
+	l.stream = stream{}
+}
+
 // holder counts the users of memory.
 type holder struct{ n atomic.Int32 }
 

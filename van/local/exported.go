@@ -36,6 +36,10 @@ const (
 	maxPullMemory    = 1024 // entries
 	receiverRefLen   = 16
 	maxImportedFiles = 1024 // that a process maps of one peer
+
+	// maxReferences limits the values of one batch that are sent by reference. Each takes a slot, and the receiver acknowledges
+	// these slots only after it has received all records of the batch. pinRest leaves as many slots free.
+	maxReferences = slotCount / 2
 )
 
 // exportedAllocations are the allocations of this process that the peer of a link knows. outLink.mu guards them.
@@ -46,6 +50,7 @@ type exportedAllocations struct {
 	buf    []byte            // for the records
 	inodes map[uint64]uint64 // by address
 	freed  uint64            // hostmem.Freed at the last check
+	left   int               // values of the message that may still be sent by reference
 }
 
 // has reports whether the peer knows the allocation of mem, and its present file.
@@ -62,6 +67,7 @@ func (s *exportedAllocations) has(mem backend.Mem) bool {
 // announce sends the descriptions that the peer needs for msg, and the memory for its answers. byReference tells whether pushed values in
 // shared allocations are used in place: the receiver may use a value until it answers, so only a request with an answer allows it.
 func (s *exportedAllocations) announce(msg *van.Message) (byReference bool) {
+	s.left = maxReferences
 	if n := hostmem.Freed(); n != s.freed && len(s.inodes) > 0 {
 		s.freed = n
 		for addr := range s.inodes {
@@ -148,11 +154,16 @@ func (s *exportedAllocations) send(addr uint64, n int, file *hostmem.File) {
 
 // formOf returns the form of msg's value, which is long and on the host. r is its record.
 func (s *exportedAllocations) formOf(r *record, msg *van.Message, byReference bool) uint32 {
+	if s.left == 0 {
+		return partStream
+	}
 	if x, ok := msg.Vals.Owner().(*importedAllocation); ok && s.l.canRead && !msg.Request && x.peer == s.l.peer.Data.name {
+		s.left--
 		r.receiverAddr, r.receiverInode = x.peerAddr(msg.Vals), x.inode
 		return partInReceiver
 	}
 	if byReference {
+		s.left--
 		return partMapped
 	}
 	return partStream

@@ -68,7 +68,7 @@ type outLink struct {
 type stream struct {
 	pin
 	part, off int
-	batch     bool // it begins a batch of several records
+	batch     bool // it belongs to a batch of several records
 }
 
 func newOutLink(c *outCommon, peer *outPeer, conn *net.UnixConn, seg *segment, file *ringFile, bell *bell, canRead, device bool) *outLink {
@@ -196,10 +196,14 @@ const (
 )
 
 // pinRest pins the rest of the stream if a slot is free and the record fits; pump leaves room for
-// it. The caller holds l.mu.
+// it. A batch leaves slots free for its values by reference, and for one value on the device. The caller holds l.mu.
 func (l *outLink) pinRest() {
 	s := &l.stream
-	if len(l.pins.free) == 0 || !l.fits(recordHead, l.peer.ID()) {
+	reserved := 0
+	if s.batch {
+		reserved = maxReferences + 1
+	}
+	if len(l.pins.free) <= reserved || !l.fits(recordHead, l.peer.ID()) {
 		return
 	}
 	b := l.seg.at(l.tail)
