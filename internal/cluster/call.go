@@ -89,6 +89,19 @@ func (c Call) Done() <-chan struct{} {
 	return r.ended
 }
 
+// Notice makes the call a notice: its end without an answer does not cancel it at the receivers, which then handle the request
+// although nobody waits for the answer. The transport must have copied what was sent.
+func (c Call) Notice() {
+	if c.c == nil {
+		return
+	}
+	if r := c.c.lookup(c.first); r != nil {
+		r.mu.Lock()
+		r.notice = r.notice || r.first == c.first
+		r.mu.Unlock()
+	}
+}
+
 // closed is the channel of calls that are over.
 var closed = func() chan struct{} {
 	c := make(chan struct{})

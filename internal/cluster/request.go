@@ -61,6 +61,7 @@ type Request struct {
 	waiting   bool
 	gen       uint64        // counts uses, so that a late access notices that r was reused
 	unsent    bool          // no message of it was sent
+	notice    bool          // see Call.Notice
 	ringIndex int           // in requests.finished, -1 when not there
 	done      chan struct{} // one token when finished
 	isDone    func() bool   // reports whether done has its token
@@ -98,7 +99,7 @@ func (r *Request) reset(c *Customer, op string, sink Sink, first int32, n int, r
 		}
 	}
 	r.left, r.busy, r.err = n*len(receivers), 0, nil
-	r.state, r.waiting, r.unsent, r.over = open, false, false, false
+	r.state, r.waiting, r.unsent, r.notice, r.over = open, false, false, false, false
 	r.gen++
 	r.limit, r.ringIndex = 0, -1
 	r.start = clock.Now()
@@ -237,12 +238,12 @@ func (r *Request) finishIfDone() {
 		r.mu.Unlock()
 		return
 	}
-	sink, err, c, unsent := r.sink, r.err, r.c, r.unsent // Open may be setting unsent
+	sink, err, c, keep := r.sink, r.err, r.c, r.unsent || r.notice // Open may be setting unsent
 	r.state = finished
 	r.mu.Unlock()
 
 	switch {
-	case err != nil && !unsent:
+	case err != nil && !keep:
 		if !failpoint.On("recall") {
 			r.cancelMessages(r.n)
 		}

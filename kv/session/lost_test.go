@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/kv/session"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/hooks"
@@ -155,6 +156,79 @@ func TestNoticesWithFullQueues(t *testing.T) {
 			vantest.Fails(t, s.Err(), van.ErrPeerLost, "its Serve has ended")
 		})
 	}
+}
+
+// asks sends a request to another node, and waits for the answer: messages that were sent before have then arrived.
+func asks(t *testing.T, from, to *postoffice.Node) {
+	t.Helper()
+	var app *kv.SimpleApp
+	for _, n := range []*postoffice.Node{to, from} {
+		app = must[*kv.SimpleApp](t)(kv.NewSimpleApp(n, kv.SimpleOptions{AppID: 5, CustomerID: 5}))
+		t.Cleanup(func() { _ = app.Close() })
+	}
+	c := must[kv.Call](t)(app.Request(0, nil, postoffice.NodeID(to.ID())))
+	if err := c.Wait(limit(t)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestNoticesBehindASlowHandler: the notice that a session has ended reaches the other side although that side receives it
+// only after the wait for its answer has ended.
+func TestNoticesBehindASlowHandler(t *testing.T) {
+	for receiver, head := range map[string]int32{"server": session.WantAbort, "worker": session.WantLeave} {
+		t.Run(receiver, func(t *testing.T) {
+			t.Parallel()
+			hook := &hooks.Van{}
+			c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap(receiver, 0)})
+			r := must[*session.Rank](t)(session.NewRank(c.Servers[0], session.Options{}))
+			ctx, leave := context.WithCancel(t.Context())
+			defer leave()
+			ended := make(chan error, 1)
+			go func() { ended <- r.Serve(ctx) }()
+			s := open(t, c)
+			hook.OnReceive(once(head, true, hooks.Keep))
+			if receiver == "server" {
+				s.Close()
+				asks(t, c.Workers[0], c.Servers[0])
+				hook.DeliverKept()
+				if err := (ends{ended}).all(t)[0]; err == nil || !strings.Contains(err.Error(), "the controller has ended the session") {
+					t.Errorf("Serve: %v, want the end by the controller", err)
+				}
+				return
+			}
+			leave()
+			<-ended
+			asks(t, c.Servers[0], c.Workers[0])
+			hook.DeliverKept()
+			select {
+			case <-s.Failed():
+			case <-limit(t).Done():
+				t.Fatal("the controller was not notified that Serve has ended")
+			}
+			vantest.Fails(t, s.Err(), van.ErrPeerLost, "its Serve has ended")
+		})
+	}
+}
+
+// TestForgetBehindASlowHandler: a rank that receives the notice of a failed Open after that Open has returned takes part in the
+// session of another worker.
+func TestForgetBehindASlowHandler(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Servers: 2, Wrap: hook.Wrap("server", 0)})
+	ended := ends{rankOf(t, c, 0)}
+	hook.OnReceive(once(session.WantForget, true, hooks.Keep))
+	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+	defer cancel()
+	_, err := session.Open(ctx, c.Workers[0], session.Options{})
+	vantest.Fails(t, err, van.ErrTimeout, "rank 1 (server 1")
+	asks(t, c.Workers[0], c.Servers[0])
+	hook.DeliverKept()
+	ended = append(ended, rankOf(t, c, 1))
+	s, err := session.Open(limit(t), c.Workers[1], session.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	works(t, s, ended)
 }
 
 // TestCloseWhileFailing: while the ranks are being notified that a session fails, it may be closed by several

@@ -186,9 +186,15 @@ func endTimeout(n cluster.App) time.Duration {
 const notifyPause = 10 * time.Millisecond
 
 // notify sends a node a request about the end of a session. finish waits for the answer. Until ctx ends, it repeats the request if
-// the node's send queue was full, or the node is considered lost: it may be back without having noticed the loss.
+// the node's send queue was full, or the node is considered lost: it may be back without having noticed the loss. A request that was
+// sent is not canceled: the node may receive it later, behind a slow handler.
 func notify(a *kv.SimpleApp, want int32, body []byte, id int) (finish func(ctx context.Context)) {
-	c, err := a.Request(want, body, postoffice.NodeID(id))
+	send := func() (kv.Call, error) {
+		c, err := a.Request(want, body, postoffice.NodeID(id))
+		cluster.Call(c).Notice()
+		return c, err
+	}
+	c, err := send()
 	return func(ctx context.Context) {
 		for {
 			if err == nil {
@@ -202,7 +208,7 @@ func notify(a *kv.SimpleApp, want int32, body []byte, id int) (finish func(ctx c
 			case <-ctx.Done():
 				return
 			}
-			c, err = a.Request(want, body, postoffice.NodeID(id))
+			c, err = send()
 		}
 	}
 }
