@@ -45,6 +45,9 @@ func (s *Session) Live() int {
 // SetConfirmTime replaces confirmTime. Call it before Serve.
 func (r *Rank) SetConfirmTime(d time.Duration) { r.confirmTime = d }
 
+// NotifyPause is notifyPause.
+func NotifyPause(elapsed time.Duration) time.Duration { return notifyPause(elapsed) }
+
 // Nobody is serving.nobody of a rank on n.
 func Nobody(n *postoffice.Node, lost map[int]time.Time) (again time.Duration, err error) {
 	return (&serving{r: &Rank{node: (*cluster.Node)(n).App()}}).nobody(lost)

@@ -158,6 +158,23 @@ func TestNoticesWithFullQueues(t *testing.T) {
 	}
 }
 
+// TestPausesOfNotices: a session that is not closed does not notify a lost rank more than once a second without end. While the
+// other side waits for a notice, notices are frequent.
+func TestPausesOfNotices(t *testing.T) {
+	attempts := func(from, to time.Duration) (n int) {
+		for at := from; at < to; at += session.NotifyPause(at) {
+			n++
+		}
+		return n
+	}
+	if n := attempts(0, 500*time.Millisecond); n < 10 {
+		t.Errorf("%d attempts in 500 ms, want 10 or more", n)
+	}
+	if n := attempts(time.Minute, 2*time.Minute); n > 60 {
+		t.Errorf("%d attempts in the second minute, want 60 or fewer", n)
+	}
+}
+
 // asks sends a request to another node, and waits for the answer: messages that were sent before have then arrived.
 func asks(t *testing.T, from, to *postoffice.Node) {
 	t.Helper()

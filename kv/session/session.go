@@ -182,8 +182,11 @@ func endTimeout(n cluster.App) time.Duration {
 	return limit
 }
 
-// notifyPause is the time between two attempts to notify a node whose send queue is full, or that is considered lost.
-const notifyPause = 10 * time.Millisecond
+// notifyPause returns the time until the next attempt to notify a node whose send queue is full, or that is considered lost. elapsed is
+// the time since the first attempt. The node may be lost for as long as the session is not closed.
+func notifyPause(elapsed time.Duration) time.Duration {
+	return min(max(elapsed/8, 10*time.Millisecond), time.Second)
+}
 
 // notify sends a node a request about the end of a session. finish waits for the answer. Until ctx ends, it repeats the request if
 // the node's send queue was full, or the node is considered lost: it may be back without having noticed the loss. A request that was
@@ -194,6 +197,7 @@ func notify(a *kv.SimpleApp, want int32, body []byte, id int) (finish func(ctx c
 		cluster.Call(c).Notice()
 		return c, err
 	}
+	begun := time.Now()
 	c, err := send()
 	return func(ctx context.Context) {
 		for {
@@ -204,7 +208,7 @@ func notify(a *kv.SimpleApp, want int32, body []byte, id int) (finish func(ctx c
 				return
 			}
 			select {
-			case <-time.After(notifyPause):
+			case <-time.After(notifyPause(time.Since(begun))):
 			case <-ctx.Done():
 				return
 			}
