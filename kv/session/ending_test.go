@@ -117,6 +117,43 @@ func TestServeEndsWithTheController(t *testing.T) {
 	}
 }
 
+// slowCloser is a result whose Close waits.
+type slowCloser struct{ begun, end chan struct{} }
+
+func (c slowCloser) Close() error {
+	close(c.begun)
+	<-c.end
+	return nil
+}
+
+// TestShutdownClosesResults: Shutdown and Serve return after the results of the session were closed.
+func TestShutdownClosesResults(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	x := slowCloser{make(chan struct{}), make(chan struct{})}
+	ended := serve(t, c, func(_ int, r *session.Rank) {
+		register(t, r, "slow", func(context.Context, []any) (any, error) { return x, nil })
+	})
+	s := open(t, c)
+	must[*session.Handle](t)(s.Call(limit(t), "slow"))
+	shut := make(chan error, 1)
+	go func() { shut <- s.Shutdown(limit(t)) }()
+	<-x.begun
+	select {
+	case err := <-shut:
+		t.Fatalf("Shutdown has returned before the result was closed: %v", err)
+	case err := <-ended[0]:
+		t.Fatalf("Serve has returned before the result was closed: %v", err)
+	case <-time.After(200 * time.Millisecond):
+	}
+	close(x.end)
+	if err := ended.all(t)[0]; err != nil {
+		t.Error(err)
+	}
+	if err := <-shut; err != nil {
+		t.Error(err)
+	}
+}
+
 // TestOpenAfterTheEnd: Open fails at once when a rank's program has ended, and says so.
 func TestOpenAfterTheEnd(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 2})

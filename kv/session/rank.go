@@ -75,8 +75,8 @@ func (r *Rank) Register(name string, f Function) error {
 	return nil
 }
 
-// Serve waits for a controller and runs its calls. It returns nil when the controller shuts the session down. It
-// returns an error with the reason when the session fails, the controller is lost, or ctx ends; it then does not wait
+// Serve waits for a controller and runs its calls. It returns nil when the controller shuts the session down, after all results were
+// closed. It returns an error with the reason when the session fails, the controller is lost, or ctx ends; it then does not wait
 // for a running function. Serve may be called again, for another session.
 //
 // A controller whose program ends (Node.Shutdown, or Python's stop()) ends its session as Shutdown does. While no session
@@ -120,7 +120,11 @@ func (r *Rank) Serve(ctx context.Context) error {
 		return err
 	}
 	defer a.Close()
-	go s.run()
+	released := make(chan struct{}) // closed when all results are closed
+	go func() {
+		defer close(released)
+		s.run()
+	}()
 	go s.watch()
 	select {
 	case <-s.ctx.Done():
@@ -130,6 +134,12 @@ func (r *Rank) Serve(ctx context.Context) error {
 	cause := context.Cause(s.ctx)
 	s.leave(a, cause)
 	a.Close()
+	if cause == errStopped {
+		select {
+		case <-released:
+		case <-ctx.Done():
+		}
+	}
 	s.mu.Lock()
 	last := s.last
 	s.mu.Unlock()
