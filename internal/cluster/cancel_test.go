@@ -4,14 +4,24 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/stepaf/stepaf-go/van/env"
 )
+
+// memberRequests returns the requests of an application of a cluster with three workers.
+func memberRequests() *Inbound {
+	b := NewInbound()
+	b.self = &nodeInfo{cfg: env.Default()}
+	b.self.cfg.NumWorkers, b.self.cfg.GroupSize = 3, 1
+	return b
+}
 
 // TestCancellationsAreForgotten: a cancellation is found while messages of its request may arrive, for its own process
 // only, and costs nothing afterwards.
 func TestCancellationsAreForgotten(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var ws cancellations
-		ws.add(Canceled{Sender: 9, Customer: 2, First: 5, Count: 3}, 1)
+		ws := memberRequests()
+		ws.addCancellation(Canceled{Sender: 9, Customer: 2, First: 5, Count: 3}, 1)
 		for _, x := range []struct {
 			sender       int
 			epoch        uint32
@@ -24,19 +34,19 @@ func TestCancellationsAreForgotten(t *testing.T) {
 			{9, 1, 3, 5, false}, // of another customer
 			{11, 1, 2, 5, false},
 		} {
-			if got := ws.has(x.sender, x.epoch, x.customer, x.ts); got != x.want {
+			if got := ws.wasCanceled(x.sender, x.epoch, x.customer, x.ts); got != x.want {
 				t.Errorf("sender %d, epoch %d, customer %d, timestamp %d: given up is %t, want %t", x.sender, x.epoch, x.customer, x.ts, got, x.want)
 			}
 		}
 		time.Sleep(cancelMemory)
-		if !ws.has(9, 1, 2, 5) {
+		if !ws.wasCanceled(9, 1, 2, 5) {
 			t.Error("forgotten too early")
 		}
 		time.Sleep(time.Millisecond)
-		if ws.has(9, 1, 2, 5) {
+		if ws.wasCanceled(9, 1, 2, 5) {
 			t.Error("not forgotten")
 		}
-		if n := ws.of(9).count.Load(); n != 0 {
+		if n := ws.of(9).canceled.Load(); n != 0 {
 			t.Errorf("%d are remembered still, for which each request takes a lock", n)
 		}
 	})
@@ -44,25 +54,25 @@ func TestCancellationsAreForgotten(t *testing.T) {
 
 // TestCancellationsShareNoLock: the cancellations of one worker do not make requests of the others wait for each other.
 func TestCancellationsShareNoLock(t *testing.T) {
-	var ws cancellations
-	ws.add(Canceled{Sender: 9, Count: 1}, 1)
-	ws.add(Canceled{Sender: 11, Count: 1}, 1)
+	ws := memberRequests()
+	ws.addCancellation(Canceled{Sender: 9, Count: 1}, 1)
+	ws.addCancellation(Canceled{Sender: 11, Count: 1}, 1)
 	ws.mu.Lock()
 	defer ws.mu.Unlock()
 	ws.of(9).mu.Lock()
 	defer ws.of(9).mu.Unlock()
-	if !ws.has(11, 1, 0, 0) || ws.has(13, 1, 0, 0) {
+	if !ws.wasCanceled(11, 1, 0, 0) || ws.wasCanceled(13, 1, 0, 0) {
 		t.Error("want what 11 has given up, and nothing of 13")
 	}
 }
 
 // TestCancellationsAreBounded: the newest cancellations of one sender are remembered.
 func TestCancellationsAreBounded(t *testing.T) {
-	var ws cancellations
+	ws := memberRequests()
 	for ts := range int32(maxCancellations + 1) {
-		ws.add(Canceled{Sender: 9, First: ts, Count: 1}, 1)
+		ws.addCancellation(Canceled{Sender: 9, First: ts, Count: 1}, 1)
 	}
-	if ws.has(9, 1, 0, 0) || !ws.has(9, 1, 0, 1) || !ws.has(9, 1, 0, maxCancellations) {
+	if ws.wasCanceled(9, 1, 0, 0) || !ws.wasCanceled(9, 1, 0, 1) || !ws.wasCanceled(9, 1, 0, maxCancellations) {
 		t.Errorf("want the last %d", maxCancellations)
 	}
 }

@@ -284,7 +284,7 @@ func (c *Customer) cannotWait(ts int32, r *Request) error {
 func (c *Customer) deliver(msg *van.Message) {
 	now := clock.Now()
 	if msg.Request {
-		if c.inbound.cancellations.has(msg.Sender, msg.ProcessEpoch, msg.CustomerID, msg.Timestamp) {
+		if c.inbound.wasCanceled(msg.Sender, msg.ProcessEpoch, msg.CustomerID, msg.Timestamp) {
 			return // the sender has canceled the request
 		}
 		msg.RequestTrace.Process = now

@@ -21,9 +21,8 @@ import (
 
 // Inbound lists the accepted requests of an application by sender. Senders share no lock. Inbound is safe for concurrent use.
 type Inbound struct {
-	self          *nodeInfo
-	processes     *processes
-	cancellations cancellations
+	self      *nodeInfo
+	processes *processes
 
 	draining atomic.Bool           // Refuse or Drain was called
 	over     atomic.Pointer[error] // the reason why all contexts have ended; nil before
@@ -34,12 +33,14 @@ type Inbound struct {
 	by atomic.Pointer[map[int]*inboundSender]
 }
 
-// inboundSender lists the requests of one sender.
+// inboundSender lists the requests of one sender, and the ones that it has canceled.
 type inboundSender struct {
-	running atomic.Int32 // number of running handlers
+	running  atomic.Int32 // number of running handlers
+	canceled atomic.Int32 // number of cancellations; usually 0, which saves the lock
 
-	mu   sync.Mutex // guards the list, and the fields of its requests
-	list []*Accepted
+	mu            sync.Mutex // guards the lists, and the fields of the requests
+	list          []*Accepted
+	cancellations []cancellation // recent ones, oldest first
 }
 
 // Accepted is one accepted request. It is part of the application's state of the request. That state may be reused after Leave. The
@@ -67,12 +68,18 @@ var (
 // NewInbound returns an Inbound for App.AddServer.
 func NewInbound() *Inbound { return &Inbound{idle: make(chan struct{}, 1)} }
 
+// known returns the requests of a sender, nil if there have never been any.
+func (b *Inbound) known(sender int) *inboundSender {
+	if by := b.by.Load(); by != nil {
+		return (*by)[sender]
+	}
+	return nil
+}
+
 // of returns the requests of a sender. Ids that no member can have share an entry.
 func (b *Inbound) of(sender int) *inboundSender {
-	if by := b.by.Load(); by != nil {
-		if s := (*by)[sender]; s != nil {
-			return s
-		}
+	if s := b.known(sender); s != nil {
+		return s
 	}
 	if !b.self.mayJoin(sender) {
 		sender = van.Empty
@@ -206,11 +213,10 @@ func ended(cause error) context.Context {
 
 // drop removes the requests of sender that gone selects, and ends their contexts with cause.
 func (b *Inbound) drop(sender int, cause error, gone func(*Accepted) bool) {
-	by := b.by.Load()
-	if by == nil || (*by)[sender] == nil {
+	s := b.known(sender)
+	if s == nil {
 		return
 	}
-	s := (*by)[sender]
 	var ends []context.CancelCauseFunc
 	s.mu.Lock()
 	for _, r := range slices.Clone(s.list) {
@@ -229,7 +235,7 @@ func (b *Inbound) drop(sender int, cause error, gone func(*Accepted) bool) {
 
 // cancel handles a cancellation.
 func (b *Inbound) cancel(w Canceled, epoch uint32) {
-	b.cancellations.add(w, epoch)
+	b.addCancellation(w, epoch)
 	b.drop(w.Sender, errCanceledBy, func(r *Accepted) bool { return r.epoch == epoch && w.Has(r.customer, r.ts) })
 }
 
@@ -240,12 +246,12 @@ func (b *Inbound) peerLost(id int, cause error) {
 
 // isAwaited implements Customer.IsAwaited.
 func (b *Inbound) isAwaited(sender int, epoch uint32, customer, ts int32) bool {
-	return b.processes.waits(sender, epoch) && !b.cancellations.has(sender, epoch, customer, ts)
+	return b.processes.waits(sender, epoch) && !b.wasCanceled(sender, epoch, customer, ts)
 }
 
 // maySendRest implements Customer.MaySendRest.
 func (b *Inbound) maySendRest(sender int, epoch uint32, customer, ts int32) bool {
-	return b.processes.maySendRest(sender, epoch) && !b.cancellations.has(sender, epoch, customer, ts)
+	return b.processes.maySendRest(sender, epoch) && !b.wasCanceled(sender, epoch, customer, ts)
 }
 
 // close ends all contexts permanently: the customer or its node is closed, or has failed.

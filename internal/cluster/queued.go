@@ -341,7 +341,7 @@ func (a *apps) wasCanceled(k appKey, msg *van.Message) bool {
 func (a *apps) takeCanceled(k appKey, in *Inbound) {
 	a.canceled = slices.DeleteFunc(a.canceled, func(x earlyCancel) bool {
 		if x.k == k {
-			in.cancellations.add(x.Canceled, x.epoch)
+			in.addCancellation(x.Canceled, x.epoch)
 		}
 		return x.k == k
 	})

@@ -458,11 +458,11 @@ func (n *Node) look(t *testing.T, w io.Writer, ids []int) {
 			}
 			c.backlogs.mu.Unlock()
 			for _, id := range ids {
-				if g := c.inbound.cancellations.of(id); g != nil {
-					if int(g.count.Load()) != len(g.list) {
-						t.Errorf("%d withdrawals are counted, %d kept", g.count.Load(), len(g.list))
+				if g := c.inbound.known(id); g != nil {
+					if int(g.canceled.Load()) != len(g.cancellations) {
+						t.Errorf("%d withdrawals are counted, %d kept", g.canceled.Load(), len(g.cancellations))
 					}
-					fmt.Fprint(w, "gave up ", id, len(g.list), " ")
+					fmt.Fprint(w, "gave up ", id, len(g.cancellations), " ")
 				}
 			}
 		}
