@@ -3,7 +3,6 @@ package cluster
 // The routing of data messages to the customers of a node.
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"maps"
@@ -170,19 +169,6 @@ func (a *apps) deliverToSelf(msg *van.Message) {
 		a.deliver(c)
 		c.Release()
 	})
-}
-
-// awaitDeliveries waits until the goroutines that deliver messages have returned, or ctx ends.
-func (a *apps) awaitDeliveries(ctx context.Context) {
-	returned := make(chan struct{})
-	go func() {
-		a.deliveries.Wait()
-		close(returned)
-	}()
-	select {
-	case <-returned:
-	case <-ctx.Done():
-	}
 }
 
 // garbageCollected owns messages that the garbage collector frees.

@@ -5,8 +5,6 @@ package cluster
 import (
 	"slices"
 	"time"
-
-	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
 // Canceled reports that a worker no longer waits for the answers to consecutive timestamps: it has canceled the
@@ -34,29 +32,6 @@ type cancellation struct {
 	Canceled
 	epoch uint32
 	at    uint64
-}
-
-// addCancellation remembers w, of the process that had the sender's id at that epoch.
-func (b *Inbound) addCancellation(w Canceled, epoch uint32) {
-	s := b.of(w.Sender)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	now := clock.Now()
-	s.expire(now, maxCancellations-1)
-	s.cancellations = append(s.cancellations, cancellation{w, epoch, now})
-	s.canceled.Store(int32(len(s.cancellations)))
-}
-
-// wasCanceled reports whether the process that had the sender's id at that epoch has canceled the request.
-func (b *Inbound) wasCanceled(sender int, epoch uint32, customer, ts int32) bool {
-	s := b.known(sender)
-	if s == nil || s.canceled.Load() == 0 {
-		return false
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.expire(clock.Now(), maxCancellations)
-	return slices.ContainsFunc(s.cancellations, func(w cancellation) bool { return w.epoch == epoch && w.Has(customer, ts) })
 }
 
 // expire removes old cancellations, and the oldest ones above the limit most. s.mu is held.

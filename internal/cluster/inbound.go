@@ -99,6 +99,29 @@ func (b *Inbound) of(sender int) *inboundSender {
 	return s
 }
 
+// addCancellation remembers w, of the process that had the sender's id at that epoch.
+func (b *Inbound) addCancellation(w Canceled, epoch uint32) {
+	s := b.of(w.Sender)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	now := clock.Now()
+	s.expire(now, maxCancellations-1)
+	s.cancellations = append(s.cancellations, cancellation{w, epoch, now})
+	s.canceled.Store(int32(len(s.cancellations)))
+}
+
+// wasCanceled reports whether the process that had the sender's id at that epoch has canceled the request.
+func (b *Inbound) wasCanceled(sender int, epoch uint32, customer, ts int32) bool {
+	s := b.known(sender)
+	if s == nil || s.canceled.Load() == 0 {
+		return false
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.expire(clock.Now(), maxCancellations)
+	return slices.ContainsFunc(s.cancellations, func(w cancellation) bool { return w.epoch == epoch && w.Has(customer, ts) })
+}
+
 // Accept records an accepted request in r. The other arguments are fields of the request's first message. After Refuse or Drain,
 // Accept returns an error that wraps van.ErrFinished, and the caller refuses the request with that error.
 func (b *Inbound) Accept(r *Accepted, sender int, epoch uint32, customer, ts int32) error {

@@ -5,6 +5,7 @@ package cluster
 import (
 	"context"
 	"errors"
+	"sync"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -161,10 +162,23 @@ func (n *Node) leave(ctx context.Context, linger time.Duration) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), linger)
 	defer cancel()
 	err := n.transport.van.Close(ctx)
-	n.apps.awaitDeliveries(ctx)
+	awaitAll(ctx, &n.apps.deliveries)
 	n.apps.close()
 	for exit := n.lifetime.nextExit(&n.control.mu); exit != nil; exit = n.lifetime.nextExit(&n.control.mu) {
 		(*exit)()
 	}
 	return errors.Join(err, n.apps.profile.close(), n.device.close())
+}
+
+// awaitAll waits until the goroutines of wg have returned, or ctx ends.
+func awaitAll(ctx context.Context, wg *sync.WaitGroup) {
+	returned := make(chan struct{})
+	go func() {
+		wg.Wait()
+		close(returned)
+	}()
+	select {
+	case <-returned:
+	case <-ctx.Done():
+	}
 }
