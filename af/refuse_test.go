@@ -4,12 +4,16 @@ import (
 	"errors"
 	"fmt"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/hooks"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // TestRefuse: a server refuses a batch, and the worker's call fails at once with the server's words.
@@ -79,4 +83,81 @@ func TestRefuse(t *testing.T) {
 		refuse = false
 		works(t, w, 2)
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
+}
+
+// noCopies is a backend whose copies fail.
+type noCopies struct{ backend.Backend }
+
+func (noCopies) Copy(backend.Mem, backend.Mem) error { return errors.New("the device is gone") }
+
+// TestRefuseUnusable: a server that cannot use a batch refuses it, and the worker's call fails at once.
+func TestRefuseUnusable(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{
+		Wrap: hook.Wrap("server", 0),
+		Backend: func(role string, _ int) backend.Backend {
+			if role == "server" {
+				return noCopies{backend.NewCPU()}
+			}
+			return nil
+		},
+	})
+	s := serve(t, c.Servers[0], func(b af.Batch) { _ = b.Respond(nil) })
+	if err := s.RegisterRecvTensor(bytesOf(t, make([]byte, 4)), []int{0}, []uint64{1}); err != nil {
+		t.Fatal(err)
+	}
+	w := newWorker(t, c.Workers[0])
+	fails := func(text string, keys ...uint64) {
+		t.Helper()
+		var push []af.KeyTensor
+		for _, k := range keys {
+			push = append(push, af.KeyTensor{Key: k, Val: bytesOf(t, []byte("abcd"))})
+		}
+		h, err := w.PushPull(push, nil, af.Within(10*time.Second))
+		if err == nil {
+			err = h.Wait(t.Context())
+		}
+		vantest.Fails(t, err, van.ErrInvalid, "refused there: "+text)
+	}
+	fails("the device is gone", 1)
+	fails("the device is gone", 2, 1)
+	wrong := func(m *van.Message) hooks.Verdict {
+		if len(m.Parts) > 0 {
+			m.Parts[0].Shape[0]++
+		} else {
+			m.Shape[0]++
+		}
+		return hooks.Pass
+	}
+	hook.OnReceive(wrong)
+	fails("push of key 2", 2)
+	fails("push of key 2", 2, 3)
+	hook.OnReceive(nil)
+	push(t, w, 2, "abcd")
+}
+
+// TestRefuseWrongKind: a request for an application of another kind is refused.
+func TestRefuseWrongKind(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	serve(t, c.Servers[0], func(b af.Batch) { _ = b.Respond(nil) })
+	newWorker(t, c.Workers[0])
+	asks := func(a *kv.SimpleApp, to *postoffice.Node, text string) {
+		t.Helper()
+		call, err := a.Request(3, nil, postoffice.NodeID(to.ID()))
+		if err == nil {
+			err = call.Wait(t.Context())
+		}
+		vantest.Fails(t, err, van.ErrInvalid, "refused there: "+text)
+	}
+	app := func(n *postoffice.Node, customer int) *kv.SimpleApp {
+		a, err := kv.NewSimpleApp(n, kv.SimpleOptions{CustomerID: customer, Timeout: 10 * time.Second})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return a
+	}
+	asks(app(c.Workers[0], 1), c.Servers[0], "tensor request")
+	scheduler := app(c.Scheduler, 0)
+	asks(scheduler, c.Servers[0], "data request from ")
+	asks(scheduler, c.Workers[0], "a tensor worker serves none")
 }

@@ -55,7 +55,9 @@ var errNoBatch = fmt.Errorf("%w: the batch has not begun, or was dropped", van.E
 func (x *sender) acceptBatch(msg *van.Message) error {
 	s := x.s
 	if len(msg.Parts) == 0 {
-		return fmt.Errorf("%w: a batch without tensors", van.ErrMalformed)
+		err := fmt.Errorf("%w: a batch without tensors", van.ErrMalformed)
+		s.refuse(msg, err)
+		return err
 	}
 	if s.closed.Load() {
 		return fmt.Errorf("%w: the server", van.ErrClosed)
@@ -85,7 +87,7 @@ func (x *sender) acceptBatch(msg *van.Message) error {
 		}
 	}
 	if err != nil {
-		s.node.Refuse(msg.Sender, msg.ProcessEpoch, int32(s.app), msg.CustomerID, msg.Timestamp, err)
+		s.refuse(msg, err)
 		return err
 	}
 	if !b.single && len(b.pulls) == 0 {
@@ -141,11 +143,9 @@ func (s *Server) acknowledgeEarly(r datamsg.Reply) {
 // accept adds msg, a message of ps-lite, to its batch and delivers the batch when it is complete.
 func (x *sender) accept(msg *van.Message) error {
 	s := x.s
-	if msg.SimpleApp || msg.Frames < 2 || msg.Keys.Len() != 8 {
-		return fmt.Errorf("%w: tensor request with %d data frames and %d key bytes, want 2 and 8", van.ErrMalformed, msg.Frames, msg.Keys.Len())
-	}
-	if msg.Head < van.Single || msg.Head > van.BatchEnd {
-		return fmt.Errorf("%w: batch flag %d, want 0 (single), 1 (start), 2 (middle) or 3 (end)", van.ErrMalformed, msg.Head)
+	if err := checkSingle(msg); err != nil {
+		s.refuse(msg, err)
+		return err
 	}
 	x.mu.Lock()
 	if s.closed.Load() {
@@ -155,7 +155,7 @@ func (x *sender) accept(msg *van.Message) error {
 	b, err := x.batchOf(msg)
 	if err != nil && errors.Is(err, van.ErrFinished) {
 		x.mu.Unlock()
-		s.node.Refuse(msg.Sender, msg.ProcessEpoch, int32(s.app), msg.CustomerID, msg.Timestamp, err)
+		s.refuse(msg, err)
 		return err
 	}
 	if err != nil {
@@ -169,7 +169,7 @@ func (x *sender) accept(msg *van.Message) error {
 		}
 		x.mu.Unlock()
 		if s.reorders && err != nil {
-			s.node.Refuse(msg.Sender, msg.ProcessEpoch, int32(s.app), msg.CustomerID, msg.Timestamp, err)
+			s.refuse(msg, err)
 		}
 		return err
 	}
@@ -190,7 +190,7 @@ func (x *sender) accept(msg *van.Message) error {
 	x.refusals = nil
 	x.mu.Unlock()
 	for _, r := range refusals {
-		s.node.Refuse(r.b.instance, r.b.epoch, int32(s.app), r.b.customer, r.b.first, r.why)
+		s.node.Refuse(r.b.instance, r.b.epoch, int32(s.app), r.b.customer, r.b.first, cluster.Invalid(r.why))
 		r.b.unref()
 	}
 	if err != nil {
@@ -210,6 +210,17 @@ func (x *sender) accept(msg *van.Message) error {
 			s.acknowledgeEarly(r)
 		}
 		s.serve(b)
+	}
+	return nil
+}
+
+// checkSingle checks that msg has one tensor, in the format of ps-lite.
+func checkSingle(msg *van.Message) error {
+	if msg.SimpleApp || msg.Frames < 2 || msg.Keys.Len() != 8 {
+		return fmt.Errorf("%w: tensor request with %d data frames and %d key bytes, want 2 and 8", van.ErrMalformed, msg.Frames, msg.Keys.Len())
+	}
+	if msg.Head < van.Single || msg.Head > van.BatchEnd {
+		return fmt.Errorf("%w: batch flag %d, want 0 (single), 1 (start), 2 (middle) or 3 (end)", van.ErrMalformed, msg.Head)
 	}
 	return nil
 }

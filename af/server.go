@@ -158,6 +158,7 @@ func (s *Server) sender(id int) *sender {
 // receive handles one request of a worker. After a message of ps-lite, it handles pending ones that follow it.
 func (s *Server) receive(msg *van.Message) {
 	if err := datamsg.CheckSender(s.node.Node, msg); err != nil {
+		s.refuse(msg, err)
 		s.dropped(msg, err)
 		return
 	}
@@ -176,6 +177,11 @@ func (s *Server) receive(msg *van.Message) {
 			m.Release()
 		}
 	}
+}
+
+// refuse notifies the worker that msg is not processed.
+func (s *Server) refuse(msg *van.Message, why error) {
+	s.node.Refuse(msg.Sender, msg.ProcessEpoch, int32(s.app), msg.CustomerID, msg.Timestamp, cluster.Invalid(why))
 }
 
 // dropped logs a message that is malformed or too late.

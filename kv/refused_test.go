@@ -372,3 +372,22 @@ func make64() []kv.Key {
 	}
 	return keys
 }
+
+// TestRefuseWrongKind: a request for an application of another kind is refused.
+func TestRefuseWrongKind(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("worker", 0)})
+	a, err := kv.NewSimpleApp(c.Servers[0], kv.SimpleOptions{Timeout: 10 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := newWorker[float32](t, c.Workers[0])
+	call, err := w.Push([]kv.Key{7}, []float32{1}, kv.Within(10*time.Second))
+	fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrInvalid, "refused there: not one for a simple application")
+	hook.OnReceive(func(m *van.Message) hooks.Verdict {
+		m.SimpleApp = m.SimpleApp && !m.Request
+		return hooks.Pass
+	})
+	call, err = a.Request(1, nil, c.Workers[0].ID())
+	fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrInvalid, "refused there: a key-value worker serves none")
+}

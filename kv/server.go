@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -189,11 +188,7 @@ func (s *Server[V]) receive(msg *van.Message) {
 			return
 		}
 		in.Exit(msg.Sender)
-		why := err
-		if !errors.Is(err, van.ErrInvalid) && !errors.Is(err, van.ErrFinished) {
-			why = fmt.Errorf("%w: %s", van.ErrInvalid, strings.TrimPrefix(err.Error(), van.ErrMalformed.Error()+": "))
-		}
-		s.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, why)
+		s.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, cluster.Invalid(err))
 	}
 	level := slog.LevelWarn
 	if errors.Is(err, van.ErrFinished) {

@@ -75,6 +75,7 @@ func NewSimpleApp(node *postoffice.Node, o SimpleOptions) (*SimpleApp, error) {
 		if !a.takes(msg) {
 			a.node.Rarely("kv: not a simple request").Warn("dropped a request: not one for a simple application",
 				"from", van.NodeName(msg.Sender), "message", &msg.Meta)
+			a.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, fmt.Errorf("%w: not one for a simple application", van.ErrInvalid))
 		}
 	})
 	if err != nil {

@@ -33,6 +33,15 @@ var errUnanswered = errors.New("the request was processed, but its answer was no
 // no sentinel of a request that was not processed, and that the worker may repeat.
 func Unanswered(err error) error { return fmt.Errorf("%w: %w", errUnanswered, err) }
 
+// Invalid returns why as the reason to refuse a request that a server cannot process. An error that a refusal does not carry becomes
+// van.ErrInvalid.
+func Invalid(why error) error {
+	if errors.Is(why, van.ErrInvalid) || errors.Is(why, van.ErrQueueFull) || errors.Is(why, van.ErrFinished) {
+		return why
+	}
+	return fmt.Errorf("%w: %s", van.ErrInvalid, strings.TrimPrefix(why.Error(), van.ErrMalformed.Error()+": "))
+}
+
 // Declined returns why as the reason of a handler that refuses a request. A reason that matches van.ErrFinished stays
 // as it is: it is not the handler's.
 func Declined(why error) error {
