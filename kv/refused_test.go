@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -52,6 +53,33 @@ func TestOnSentOfARefusedAnswer(t *testing.T) {
 			}
 		}
 	})
+}
+
+// TestAnswerWithKeysAsValues: the values of an answer may be the request's keys, which stay valid until the answer has left.
+func TestAnswerWithKeysAsValues(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
+	serve(t, c.Servers[0], func(r kv.Request[uint64]) {
+		if err := r.Respond(kv.Pairs[uint64]{Keys: append([]kv.Key(nil), r.Keys...), Vals: r.Keys}); err != nil {
+			t.Error(err)
+		}
+	})
+	w := newWorker[uint64](t, c.Workers[0])
+	hook.OnSend(func(*van.Message) hooks.Verdict { return hooks.Keep })
+	var got []uint64
+	call, err := w.Pull([]kv.Key{5, 7}, &got)
+	if err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the answer", func() bool { return len(hook.Kept()) == 1 })
+	if hook.Kept()[0].Done == nil {
+		t.Error("the answer does not hold the request's message")
+	}
+	hook.OnSend(nil)
+	if err := cmp.Or(hook.SendKept(), call.Wait(t.Context())); err != nil || !slices.Equal(got, []uint64{5, 7}) {
+		t.Errorf("%v, values are %d, want 5 and 7", err, got)
+	}
+	eventually(t, "end of the request", func() bool { return hook.Held() == 0 })
 }
 
 // TestPushNotAnswered: if the transport refuses the answer to a push, the worker's call fails at once. Its error differs from those of a push

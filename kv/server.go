@@ -8,7 +8,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
-	"unsafe"
 
 	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/internal/datamsg"
@@ -281,7 +280,7 @@ func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
 	if !r.Push {
 		datamsg.SetData(m, backend.Slice(res.Keys), backend.Slice(res.Vals), backend.Slice(res.Lens), typeOf[V]())
 		m.Done = done
-		if shares(res.Keys, r.Keys) || shares(res.Vals, r.Vals) || shares(res.Lens, r.Lens) {
+		if r.shares(m.Keys) || r.shares(m.Vals) || r.shares(m.Lens) {
 			hold = answers.Get().(*answer)
 			hold.msg, hold.done = r.msg.Retain(), done
 			m.Done = hold
@@ -361,13 +360,9 @@ func (r Request[V]) check(res *Pairs[V]) error {
 	return checkShape(van.ErrInvalid, res.Keys, len(res.Vals), res.Lens)
 }
 
-// shares reports whether a begins in b.
-func shares[T any](a, b []T) bool {
-	if len(a) == 0 || len(b) == 0 {
-		return false
-	}
-	off := uintptr(unsafe.Pointer(&a[0])) - uintptr(unsafe.Pointer(&b[0]))
-	return off < uintptr(len(b)*sizeOf[T]())
+// shares reports whether mem, a slice of an answer, has bytes of the request's slices.
+func (r Request[V]) shares(mem backend.Mem) bool {
+	return mem.Overlaps(backend.Slice(r.Keys)) || mem.Overlaps(backend.Slice(r.Vals)) || mem.Overlaps(backend.Slice(r.Lens))
 }
 
 // answer keeps a request's message until the answer that uses it has left.
