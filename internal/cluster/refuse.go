@@ -30,7 +30,7 @@ var refusalKinds = [...]struct {
 var errUnanswered = errors.New("the request was processed, but its answer was not sent")
 
 // Unanswered wraps err, the transport's error for the answer to a batch or a push. The worker's error then matches
-// no sentinel of a request that was not processed, and that the worker may repeat.
+// no error of a request that was not processed: the worker may repeat such a request.
 func Unanswered(err error) error { return fmt.Errorf("%w: %w", errUnanswered, err) }
 
 // Invalid returns why as the reason to refuse a request that a server cannot process. An error that a refusal does not carry becomes
