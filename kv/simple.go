@@ -29,8 +29,8 @@ type SimpleMessage struct {
 	state *cluster.Accepted // set for a request; nil for an answer
 }
 
-// SimpleHandler takes a request or an answer. It runs on the transport's
-// goroutine and holds up the messages of that sender, no others.
+// SimpleHandler takes a request or an answer. It runs on the transport's goroutine, or on one of its sender, and holds up the
+// messages of that sender, no others.
 type SimpleHandler func(SimpleMessage)
 
 // SimpleOptions of NewSimpleApp.

@@ -85,6 +85,10 @@ func (a *apps) deliver(msg *van.Message) {
 	if c.backlogs.active.Load() && c.backlogs.enqueue(msg, a.self) {
 		return
 	}
+	if msg.Request && msg.InPoll && c.serves && a.role == van.Worker {
+		c.deliverApart(msg)
+		return
+	}
 	c.deliver(msg)
 }
 

@@ -1,6 +1,6 @@
 package cluster
 
-// A customer's messages that arrived before it was made.
+// A customer's messages that arrived before it was made, and requests whose handlers may block a Poll.
 
 import (
 	"sync"
@@ -15,8 +15,8 @@ func weight(m *van.Message) int {
 	return m.PayloadLen() + len(m.Body) + len(m.Parts)*van.PartBytes + 512
 }
 
-// backlogs has, by sender, the messages that arrived before their customer was made, and later ones, which must not
-// overtake them.
+// backlogs has, by sender, the messages that arrived before their customer was made, the requests of deliverApart, and later
+// messages, which must not overtake them.
 type backlogs struct {
 	active  atomic.Bool // queues is not empty
 	mu      sync.Mutex
@@ -73,6 +73,27 @@ func (s *backlogs) enqueue(msg *van.Message, self *nodeInfo) bool {
 		}
 		s.changed.Wait()
 	}
+}
+
+// begin queues msg, and calls start if its sender had no backlog: start runs deliverFrom. After end, begin drops msg.
+func (s *backlogs) begin(msg *van.Message, start func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.ended {
+		return
+	}
+	b := s.queues[msg.Sender]
+	if b == nil {
+		if s.queues == nil {
+			s.queues = map[int]*backlog{}
+		}
+		b = &backlog{}
+		s.queues[msg.Sender] = b
+		s.active.Store(true)
+		start()
+	}
+	b.queue = append(b.queue, msg.Retain())
+	b.bytes += weight(msg)
 }
 
 // next takes the oldest message of a sender's backlog. When none is left, or after end, it

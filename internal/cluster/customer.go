@@ -321,6 +321,15 @@ func (c *Customer) deliverFrom(sender int) {
 	}
 }
 
+// deliverApart delivers a request that a Poll has received. Its handler may block, and the caller of the Poll waits for something else,
+// so the handler runs on the goroutine of a backlog.
+func (c *Customer) deliverApart(msg *van.Message) {
+	sender := msg.Sender
+	c.backlogs.begin(msg, func() {
+		c.node.apps.deliveries.Go(func() { c.deliverFrom(sender) })
+	})
+}
+
 // peerLost fails the requests that node id has not answered, and ends the contexts of the requests that node id has sent.
 func (c *Customer) peerLost(id int, cause error) {
 	c.inbound.peerLost(id, cause)
@@ -379,7 +388,7 @@ func (c *Customer) Close() {
 	c.closed = true
 	next := c.requests.next
 	c.mu.Unlock()
+	c.backlogs.end() // before remove: failAll ends the backlogs of the other customers
 	c.node.apps.remove(c, next)
-	c.backlogs.end()
 	c.abortAll(&van.Error{Op: "close", Node: c.node.Name(), Err: van.ErrClosed})
 }

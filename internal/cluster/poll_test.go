@@ -1,0 +1,86 @@
+package cluster
+
+import (
+	"fmt"
+	"log/slog"
+	"slices"
+	"testing"
+	"testing/synctest"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
+)
+
+// pollNode returns a node that knows the process with incarnation 2 at each of ids.
+func pollNode(role van.Role, ids ...int) *Node {
+	cfg := env.Default()
+	cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 2, 1
+	cfg.RecvBudgetPeer = 1000 // the weight of a message without payload is 512
+	n := keptNode(cfg, slog.New(slog.DiscardHandler))
+	n.role, n.apps.role = role, role
+	for _, id := range ids {
+		known(n, id, 2)
+	}
+	return n
+}
+
+// polled is a message for application 7 that a Poll of n delivers.
+func polled(n *Node, sender int, ts int32, request bool) *van.Message {
+	m := &van.Message{Meta: van.Meta{Request: request, AppID: 7, Timestamp: ts}, Sender: sender, InPoll: true}
+	m.SetIncarnations(2, n.incarnation)
+	return m
+}
+
+// TestPollsDoNotRunHandlersThatBlock: the handler of a request that a Poll has received on a worker delays later requests of that
+// sender only, in their order. The messages of a customer that serves no requests are delivered in the Poll.
+func TestPollsDoNotRunHandlersThatBlock(t *testing.T) {
+	for _, role := range []van.Role{van.Worker, van.Server} {
+		for _, serves := range []bool{true, false} {
+			t.Run(fmt.Sprintf("%s, serves %t", role, serves), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					n := pollNode(role, 10, 12)
+					var came []int32
+					leave := make(chan struct{})
+					if _, err := n.App().add(7, 0, NewInbound(), serves, func(m *van.Message) {
+						came = append(came, m.Timestamp)
+						if m.Timestamp == 1 {
+							<-leave
+						}
+					}); err != nil {
+						t.Fatal(err)
+					}
+					polls, received := make(chan *van.Message, 4), 0
+					go func() {
+						for m := range polls {
+							n.receive(m)
+							received++
+						}
+					}()
+					for _, m := range []*van.Message{polled(n, 10, 1, true), polled(n, 10, 2, true), polled(n, 12, 3, true), polled(n, 12, 4, false)} {
+						polls <- m
+						synctest.Wait()
+					}
+					close(polls)
+					apart := serves && role == van.Worker
+					want, all := []int32{1}, []int32{1, 2, 3}
+					if apart {
+						want, all = []int32{1, 3}, []int32{1, 3, 2}
+					}
+					if apart != (received == 4) || !slices.Equal(came, want) {
+						t.Errorf("while the first handler runs, requests %v are delivered, want %v; the Poll continues: %t, want %t", came, want, received > 0, apart)
+					}
+					close(leave)
+					synctest.Wait()
+					if received != 4 || !slices.Equal(came, all) {
+						t.Errorf("requests %v are delivered, want %v", came, all)
+					}
+					n.receive(polled(n, 10, 5, true))
+					synctest.Wait()
+					if !slices.Equal(came, append(all, 5)) {
+						t.Errorf("requests %v are delivered, want %v and 5", came, all)
+					}
+				})
+			})
+		}
+	}
+}
