@@ -82,7 +82,7 @@ func (a *apps) deliver(msg *van.Message) {
 			return
 		}
 	}
-	if c.backlogs.active.Load() && c.backlogs.enqueue(msg, a.self) {
+	if c.backlogs.active.Load() && c.backlogs.enqueue(msg, a.self, &a.overfull) {
 		return
 	}
 	if msg.Request && msg.InPoll && c.serves && a.role == van.Worker {

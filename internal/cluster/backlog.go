@@ -52,8 +52,9 @@ func (s *backlogs) fill(kept []queuedRequest) (senders []int) {
 }
 
 // enqueue queues msg after its sender's backlog, if there is one, and reports whether it did. While the backlog has
-// STEPAF_RECV_BUDGET_PEER bytes or more it blocks, and with it the receiving of that sender's messages.
-func (s *backlogs) enqueue(msg *van.Message, self *nodeInfo) bool {
+// STEPAF_RECV_BUDGET_PEER bytes or more it blocks, and with it the receiving of that sender's messages. In a Poll it does not block,
+// but sets overfull, see apps.tryEnqueue.
+func (s *backlogs) enqueue(msg *van.Message, self *nodeInfo, overfull *atomic.Bool) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for limit, paused := self.cfg.RecvBudgetPeer, false; ; paused = true {
@@ -63,7 +64,10 @@ func (s *backlogs) enqueue(msg *van.Message, self *nodeInfo) bool {
 			return true
 		case b == nil:
 			return false
-		case limit <= 0 || b.bytes < limit || failpoint.On("recv-budget"):
+		case limit <= 0 || b.bytes < limit || msg.InPoll || failpoint.On("recv-budget"):
+			if limit > 0 && b.bytes >= limit {
+				overfull.Store(true)
+			}
 			b.queue = append(b.queue, msg.Retain())
 			b.bytes += weight(msg)
 			return true

@@ -316,6 +316,7 @@ func (c *Customer) deliverBacklog(kept []queuedRequest) {
 // that sender only.
 func (c *Customer) deliverFrom(sender int) {
 	for msg := c.backlogs.next(sender); msg != nil; msg = c.backlogs.next(sender) {
+		c.node.apps.overfull.Store(false)
 		c.deliver(msg)
 		msg.Release()
 	}

@@ -41,7 +41,7 @@ type apps struct {
 
 	deliveries sync.WaitGroup // goroutines that deliver messages outside of the transport. None starts after failAll and pendingMessages.close
 
-	overfull atomic.Bool // a Poll has queued a request beyond a limit, and no request has left queued since; set under mu
+	overfull atomic.Bool // a Poll has queued a message beyond a limit, and no message has left that queue, or another one with a limit, since
 }
 
 type appKey struct{ app, customer int32 }

@@ -167,10 +167,13 @@ func (s *pendingMessages) enqueue(msg *van.Message) *process {
 		}
 		from, _ := msg.Incarnations()
 		ofMember := p.hasPending && from == p.incarnation
+		full := v.bytes+size > s.self.cfg.RecvBudgetPeer && len(v.queue) > 0
 		switch {
 		case s.closed:
 			return nil
-		case ofMember && v.bytes+size > s.self.cfg.RecvBudgetPeer && len(v.queue) > 0:
+		case ofMember && full && msg.InPoll: // see apps.tryEnqueue
+			s.apps.overfull.Store(true)
+		case ofMember && full:
 			if !paused {
 				paused = true
 				s.self.pausedRead(msg.Sender, v.bytes, "a peer is not read for now: its messages from before it was known are still queued")
@@ -192,6 +195,7 @@ func (s *pendingMessages) enqueue(msg *van.Message) *process {
 			s.refuse(msg, why)
 			return nil
 		}
+		msg.InPoll = false // deliverAll may block
 		s.add(msg.Sender, pendingMessage{queuedRequest: queuedRequest{msg.Retain(), clock.Now()}})
 		return nil
 	}
@@ -268,6 +272,7 @@ func (s *pendingMessages) shift(v *pendingQueue) pendingMessage {
 		v.bytes -= weight(e.msg)
 	}
 	s.count(e, -1)
+	s.apps.overfull.Store(false)
 	return e
 }
 

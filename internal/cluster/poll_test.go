@@ -84,3 +84,58 @@ func TestPollsDoNotRunHandlersThatBlock(t *testing.T) {
 		}
 	}
 }
+
+// TestPollsDoNotWaitForADelivery: a message that a Poll has received is queued beyond its sender's budget if earlier messages of the
+// sender are being delivered. No further Poll begins then until a message has left the queue.
+func TestPollsDoNotWaitForADelivery(t *testing.T) {
+	for name, begin := range map[string]func(n *Node, add func()){
+		"from before their customer was made": func(n *Node, add func()) {
+			known(n, 9, 2)
+			n.receive(polled(n, 9, 0, true))
+			add()
+		},
+		"from before their process was known": func(n *Node, add func()) {
+			add()
+			n.receive(polled(n, 9, 0, true))
+			known(n, 9, 2)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := pollNode(van.Server)
+				var came []int32
+				leave := make(chan struct{})
+				begin(n, func() {
+					if _, err := n.App().AddCustomer(7, 7, func(m *van.Message) {
+						came = append(came, m.Timestamp)
+						<-leave
+					}); err != nil {
+						t.Error(err)
+					}
+				})
+				synctest.Wait() // the handler of request 0 runs
+				var overfull []bool
+				go func() {
+					for ts := range int32(4) {
+						n.receive(polled(n, 9, ts+1, true))
+						overfull = append(overfull, n.apps.overfull.Load())
+					}
+				}()
+				synctest.Wait()
+				if len(overfull) != 4 || overfull[0] || !overfull[3] {
+					t.Errorf("of 4 messages, the Poll has received %d; the queue is overfull: %v", len(overfull), overfull)
+				}
+				leave <- struct{}{}
+				synctest.Wait()
+				if n.apps.overfull.Load() {
+					t.Error("Polls do not begin again")
+				}
+				close(leave)
+				synctest.Wait()
+				if want := []int32{0, 1, 2, 3, 4}; !slices.Equal(came, want) {
+					t.Errorf("requests %v are delivered, want %v", came, want)
+				}
+			})
+		})
+	}
+}

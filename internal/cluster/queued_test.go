@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -152,7 +153,7 @@ func TestBudgetAfterABacklog(t *testing.T) {
 		s.fill([]queuedRequest{{msg: request(0)}, {msg: request(1)}, {msg: request(2)}})
 		self := &nodeInfo{cfg: &Config{RecvBudgetPeer: 2 * weight(request(0))}, log: slog.New(slog.DiscardHandler)}
 		kept := make(chan bool, 1)
-		go func() { kept <- s.enqueue(request(3), self) }()
+		go func() { kept <- s.enqueue(request(3), self, new(atomic.Bool)) }()
 		for ts := range int32(2) {
 			synctest.Wait()
 			if len(kept) > 0 {
@@ -187,7 +188,7 @@ func TestEndOfABacklog(t *testing.T) {
 		s.fill([]queuedRequest{{msg: request(0)}, {msg: request(1)}})
 		self := &nodeInfo{cfg: &Config{RecvBudgetPeer: weight(request(0))}, log: slog.New(slog.DiscardHandler)}
 		kept := make(chan bool, 1)
-		go func() { kept <- s.enqueue(request(2), self) }()
+		go func() { kept <- s.enqueue(request(2), self, new(atomic.Bool)) }()
 		synctest.Wait()
 		if len(kept) > 0 {
 			t.Fatal("the receiver does not wait")
