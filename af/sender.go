@@ -113,6 +113,11 @@ func (s *Server) tooLarge(size int) error {
 	return fmt.Errorf("%w: a batch of %d bytes, want at most %d (%s)", van.ErrInvalid, size, most, name)
 }
 
+// refuse notifies the worker that msg is not processed.
+func (s *Server) refuse(msg *van.Message, why error) {
+	s.node.Refuse(msg.Sender, msg.ProcessEpoch, int32(s.app), msg.CustomerID, msg.Timestamp, cluster.Invalid(why))
+}
+
 // serve passes b, which is complete, to the handler.
 func (s *Server) serve(b *batchState) {
 	instance := b.instance

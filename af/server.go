@@ -179,11 +179,6 @@ func (s *Server) receive(msg *van.Message) {
 	}
 }
 
-// refuse notifies the worker that msg is not processed.
-func (s *Server) refuse(msg *van.Message, why error) {
-	s.node.Refuse(msg.Sender, msg.ProcessEpoch, int32(s.app), msg.CustomerID, msg.Timestamp, cluster.Invalid(why))
-}
-
 // dropped logs a message that is malformed or too late.
 func (s *Server) dropped(msg *van.Message, err error) {
 	level := slog.LevelWarn
