@@ -231,8 +231,8 @@ func TestRefusedBeforeKnown(t *testing.T) {
 				}
 				time.Sleep(pendingTime + time.Millisecond) // messages of another process expire
 				synctest.Wait()
-				if n.pending.refused != 0 || n.pending.bytes != 0 || len(n.pending.queues) != 0 {
-					t.Errorf("%d refusals and %d bytes of %d processes are left", n.pending.refused, n.pending.bytes, len(n.pending.queues))
+				if n.pending.refused != 0 || n.pending.bytes != 0 || len(n.pending.senders) != 0 {
+					t.Errorf("%d refusals and %d bytes of %d processes are left", n.pending.refused, n.pending.bytes, len(n.pending.senders))
 				}
 				n.pending.close()
 			})

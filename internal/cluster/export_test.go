@@ -56,8 +56,8 @@ func (n *Node) QueuedRequests() int {
 func (n *Node) PendingMessages() (count int) {
 	n.pending.mu.Lock()
 	defer n.pending.mu.Unlock()
-	for _, v := range n.pending.queues {
-		count += len(v.queue)
+	for _, v := range n.pending.senders {
+		count += v.messages
 	}
 	return count
 }
@@ -113,7 +113,7 @@ func (n *Node) CancelAt(id, app int, w Canceled) { n.notices.cancel(id, app, w) 
 func (n *Node) PendingQueues() int {
 	n.pending.mu.Lock()
 	defer n.pending.mu.Unlock()
-	return len(n.pending.queues)
+	return len(n.pending.senders)
 }
 
 // Receive is called by the transport with each message.

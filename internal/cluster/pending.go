@@ -28,7 +28,7 @@ type pendingMessages struct {
 
 	mu            sync.Mutex
 	changed       sync.Cond // a message was delivered, or closed was set
-	queues        map[int]*pendingQueue
+	senders       map[int]*pendingSender
 	bytes         int
 	refused       int // number of queued refusals
 	expiry        *time.Timer
@@ -53,20 +53,23 @@ type pendingMessage struct {
 	refused error
 }
 
-// pendingQueue has the messages that arrived under one node id.
+// pendingSender has the messages that arrived under one node id, by the incarnation of their process.
+type pendingSender struct {
+	queues     map[uint32]*pendingQueue // none is empty
+	messages   int                      // in all queues
+	delivering bool                     // deliverAll is running
+}
+
+// pendingQueue has the messages of one process.
 type pendingQueue struct {
-	queue      []pendingMessage
-	bytes      int
-	delivering bool // deliverAll is running
-	// passed are the messages that deliverAll has skipped: their process is unknown, or was when it skipped an earlier message of
-	// that process. They are queued again at the end of the delivery.
-	passed []pendingMessage
+	messages []pendingMessage
+	bytes    int
 }
 
 func (s *pendingMessages) init(self *nodeInfo, processes *processes, apps *apps) {
 	s.self, s.processes, s.apps = self, processes, apps
 	s.changed.L = &s.mu
-	s.queues = map[int]*pendingQueue{}
+	s.senders = map[int]*pendingSender{}
 }
 
 // handleCancel handles msg if it is a notice of canceled requests, and reports whether it is.
@@ -139,11 +142,8 @@ func (s *pendingMessages) has(id int, incarnation uint32) bool {
 	if slices.ContainsFunc(s.cancellations, func(x pendingCancel) bool { return x.w.Sender == id && x.incarnation == incarnation }) {
 		return true
 	}
-	v := s.queues[id]
-	return v != nil && incarnation != 0 && slices.ContainsFunc(v.queue, func(e pendingMessage) bool {
-		from, _ := e.msg.Incarnations()
-		return from == incarnation
-	})
+	v := s.senders[id]
+	return v != nil && v.queues[incarnation] != nil
 }
 
 // enqueue queues or drops msg and returns nil. If msg can be delivered, enqueue returns the process that has sent it: the process
@@ -161,13 +161,16 @@ func (s *pendingMessages) enqueue(msg *van.Message) *process {
 			s.processes.logDropped(msg, p)
 			return nil
 		}
-		v := s.queues[msg.Sender]
-		if v == nil {
-			v = &pendingQueue{} // add stores the queue with its first message
-		}
 		from, _ := msg.Incarnations()
+		queued, bytes := 0, 0 // messages of the id, and bytes of the process
+		if v := s.senders[msg.Sender]; v != nil {
+			queued = v.messages
+			if q := v.queues[from]; q != nil {
+				bytes = q.bytes
+			}
+		}
 		ofMember := p.hasPending && from == p.incarnation
-		full := v.bytes+size > s.self.cfg.RecvBudgetPeer && len(v.queue) > 0
+		full := bytes+size > s.self.cfg.RecvBudgetPeer && bytes > 0
 		switch {
 		case s.closed:
 			return nil
@@ -176,7 +179,7 @@ func (s *pendingMessages) enqueue(msg *van.Message) *process {
 		case ofMember && full:
 			if !paused {
 				paused = true
-				s.self.pausedRead(msg.Sender, v.bytes, "a peer is not read for now: its messages from before it was known are still queued")
+				s.self.pausedRead(msg.Sender, bytes, "a peer is not read for now: its messages from before it was known are still queued")
 			}
 			s.changed.Wait()
 			continue
@@ -184,8 +187,8 @@ func (s *pendingMessages) enqueue(msg *van.Message) *process {
 		case !s.self.mayJoin(msg.Sender):
 			s.logDropped(msg, "the cluster has no member with that id")
 			return nil
-		case len(v.queue) >= maxQueuedRequests:
-			why := fmt.Sprintf("%d messages of it are queued already", len(v.queue))
+		case queued >= maxQueuedRequests:
+			why := fmt.Sprintf("%d messages of it are queued already", queued)
 			s.logDropped(msg, why)
 			s.refuse(msg, why)
 			return nil
@@ -201,30 +204,41 @@ func (s *pendingMessages) enqueue(msg *van.Message) *process {
 	}
 }
 
-// add appends e to the queue of node id. mu is held.
-func (s *pendingMessages) add(id int, e pendingMessage) {
-	v := s.queues[id]
+// sender returns the entry of node id, which it makes if there is none. mu is held.
+func (s *pendingMessages) sender(id int) *pendingSender {
+	v := s.senders[id]
 	if v == nil {
-		v = &pendingQueue{}
-		s.queues[id] = v
+		v = &pendingSender{queues: map[uint32]*pendingQueue{}}
+		s.senders[id] = v
 	}
-	v.queue = append(v.queue, e)
-	if e.refused == nil {
-		v.bytes += weight(e.msg)
+	return v
+}
+
+// add appends e to the queue of its process, which has sent it as node id. mu is held.
+func (s *pendingMessages) add(id int, e pendingMessage) {
+	v := s.sender(id)
+	from, _ := e.msg.Incarnations()
+	q := v.queues[from]
+	if q == nil {
+		q = &pendingQueue{}
+		v.queues[from] = q
 	}
-	s.count(e, 1)
+	q.messages = append(q.messages, e)
+	s.count(v, q, e, 1)
 	if s.expiry == nil {
 		s.expireIn(pendingTime)
 	}
 }
 
-// count adds e to the limits of all queues (sign 1), or subtracts it (sign -1). mu is held.
-func (s *pendingMessages) count(e pendingMessage, sign int) {
+// count adds e, a message in q, to all counts (sign 1), or subtracts it (sign -1). mu is held.
+func (s *pendingMessages) count(v *pendingSender, q *pendingQueue, e pendingMessage, sign int) {
+	v.messages += sign
 	if e.refused != nil {
 		s.refused += sign
-	} else {
-		s.bytes += sign * weight(e.msg)
+		return
 	}
+	q.bytes += sign * weight(e.msg)
+	s.bytes += sign * weight(e.msg)
 }
 
 // droppedByVan queues the refusal of a message of a process that this node does not know: the transport has dropped it.
@@ -263,15 +277,20 @@ func (s *pendingMessages) logDropped(msg *van.Message, why string) {
 	}
 }
 
-// shift takes the oldest message of v. mu is held.
-func (s *pendingMessages) shift(v *pendingQueue) pendingMessage {
-	e := v.queue[0]
-	v.queue[0] = pendingMessage{}
-	v.queue = v.queue[1:]
-	if e.refused == nil {
-		v.bytes -= weight(e.msg)
+// shift takes the oldest message of a process of node id, which has one. mu is held.
+func (s *pendingMessages) shift(id int, incarnation uint32) pendingMessage {
+	v := s.senders[id]
+	q := v.queues[incarnation]
+	e := q.messages[0]
+	q.messages[0] = pendingMessage{}
+	q.messages = q.messages[1:]
+	s.count(v, q, e, -1)
+	if len(q.messages) == 0 {
+		delete(v.queues, incarnation)
 	}
-	s.count(e, -1)
+	if v.messages == 0 && !v.delivering {
+		delete(s.senders, id)
+	}
 	s.apps.overfull.Store(false)
 	return e
 }
@@ -284,25 +303,28 @@ func (s *pendingMessages) expireIn(d time.Duration) {
 		defer s.mu.Unlock()
 		s.expiry = nil
 		now, wait, gone := clock.Now(), time.Duration(-1), 0
-		for id, v := range s.queues {
+		for id, v := range s.senders {
 			if p := s.processes.of(id); v.delivering || p.hasPending && s.processes.waits(id, p.epoch) { // they are, or will be, delivered
 				if wait < 0 {
 					wait = pendingTime
 				}
 				continue
 			}
-			for len(v.queue) > 0 && time.Duration(now-v.queue[0].queuedAt) >= pendingTime {
-				e := s.shift(v)
-				if e.refused == nil {
-					s.self.counts.strangers.add(e.msg)
-					gone++
+			for incarnation, q := range v.queues {
+				for len(q.messages) > 0 && time.Duration(now-q.messages[0].queuedAt) >= pendingTime {
+					e := s.shift(id, incarnation)
+					if e.refused == nil {
+						s.self.counts.strangers.add(e.msg)
+						gone++
+					}
+					e.msg.Release()
 				}
-				e.msg.Release()
-			}
-			if len(v.queue) == 0 {
-				delete(s.queues, id)
-			} else if left := pendingTime - time.Duration(now-v.queue[0].queuedAt); wait < 0 || left < wait {
-				wait = left
+				if len(q.messages) == 0 {
+					continue
+				}
+				if left := pendingTime - time.Duration(now-q.messages[0].queuedAt); wait < 0 || left < wait {
+					wait = left
+				}
 			}
 		}
 		if gone > 0 {
@@ -379,116 +401,58 @@ func (s *pendingMessages) deliverPendingLocked(id int) {
 
 // startDelivery starts deliverAll if messages or cancellations are queued. processes.mu and mu are held.
 func (s *pendingMessages) startDelivery(id int) {
-	v, p := s.queues[id], s.processes.of(id)
-	switch {
+	p := s.processes.of(id)
+	switch v := s.senders[id]; {
 	case !p.hasPending || v != nil && v.delivering:
 		return
 	case s.closed || !s.has(id, p.incarnation):
 		s.processes.change(id, func(p *process) { p.hasPending = false })
 		s.changed.Broadcast()
 		return
-	case v == nil:
-		v = &pendingQueue{}
-		s.queues[id] = v
 	}
-	v.delivering = true
+	s.sender(id).delivering = true
 	s.apps.deliveries.Go(func() { s.deliverAll(id) })
 }
 
-// deliverAll applies the cancellations of node id and delivers its queued messages, including those that are queued
-// meanwhile. Messages of a process that this node does not know yet stay queued.
+// deliverAll applies the cancellations of node id's process and delivers its queued messages, including those that are queued
+// meanwhile. If another process has replaced it and is connected, deliverAll continues with that one.
 func (s *pendingMessages) deliverAll(id int) {
 	for {
 		s.processes.mu.Lock()
 		s.mu.Lock()
-		v := s.queues[id]
-		if given := s.takeCancels(id, s.processes.of(id).incarnation); len(given) > 0 {
-			epoch := s.processes.of(id).epoch
-			s.mu.Unlock()
-			s.processes.mu.Unlock()
-			for _, x := range given {
-				s.apps.cancel(x.app, x.w, epoch)
+		v, p := s.senders[id], *s.processes.of(id)
+		given := s.takeCancels(id, p.incarnation)
+		var e pendingMessage
+		switch {
+		case len(given) > 0:
+		case !s.closed && p.connected && v.queues[p.incarnation] != nil:
+			e = s.shift(id, p.incarnation)
+		default:
+			if v.delivering = false; v.messages == 0 {
+				delete(s.senders, id)
 			}
-			continue
-		}
-		if connected := s.processes.of(id).connected; v == nil || len(v.queue) == 0 || s.closed || !connected {
-			if s.keep(id, v) && connected && !s.closed { // the record of a skipped process has arrived
-				s.mu.Unlock()
-				s.processes.mu.Unlock()
-				continue
-			}
-			if v != nil {
-				v.delivering = false
-				if len(v.queue) == 0 {
-					delete(s.queues, id)
-				}
-			}
-			s.processes.change(id, func(p *process) { p.hasPending = !connected && p.incarnation != 0 })
+			s.processes.change(id, func(p *process) { p.hasPending = !p.connected && p.incarnation != 0 })
 			s.changed.Broadcast()
 			s.mu.Unlock()
 			s.processes.mu.Unlock()
 			return
 		}
-		e := s.shift(v)
 		s.changed.Broadcast()
 		s.mu.Unlock()
 		s.processes.mu.Unlock()
-		msg, p := e.msg, *s.processes.of(id)
-		p.hasPending = false
-		switch verdict := s.processes.check(msg, &p); {
-		case verdict == postpone, verdict == deliver && holdsOf(v.passed, msg): // in order, also if the record arrives meanwhile
-			s.mu.Lock()
-			v.passed = append(v.passed, e)
-			s.count(e, 1)
-			s.mu.Unlock()
+		for _, x := range given {
+			s.apps.cancel(x.app, x.w, p.epoch)
+		}
+		switch msg := e.msg; {
+		case msg == nil:
 			continue
-		case verdict == deliver && e.refused != nil:
+		case e.refused != nil:
 			s.apps.notices.refuse(id, p.epoch, msg.AppID, msg.CustomerID, msg.Timestamp, e.refused)
-		case verdict == deliver:
+		default:
 			s.apps.receive(msg, &p)
-		case e.refused == nil: // for an earlier process of this node
-			s.processes.logDropped(msg, &p)
 		}
-		msg.Release()
+		e.msg.Release()
 	}
-}
-
-// holdsOf reports whether one of all is of the process that has sent msg.
-func holdsOf(all []pendingMessage, msg *van.Message) bool {
-	from, _ := msg.Incarnations()
-	return slices.ContainsFunc(all, func(e pendingMessage) bool {
-		of, _ := e.msg.Incarnations()
-		return of == from
-	})
-}
-
-// keep queues the messages of node id again that deliverAll has passed, before those that have arrived since. It reports whether
-// one is of the process that has the id now. processes.mu and mu are held.
-func (s *pendingMessages) keep(id int, v *pendingQueue) (known bool) {
-	if v == nil || len(v.passed) == 0 {
-		return false
-	}
-	passed := v.passed
-	v.passed = nil
-	if s.closed {
-		for _, e := range passed {
-			s.count(e, -1)
-			e.msg.Release()
-		}
-		return false
-	}
-	for _, e := range passed {
-		from, _ := e.msg.Incarnations()
-		known = known || from == s.processes.of(id).incarnation
-		if e.refused == nil {
-			v.bytes += weight(e.msg)
-		}
-	}
-	v.queue = append(passed, v.queue...)
-	if s.expiry == nil {
-		s.expireIn(pendingTime)
-	}
-	return known
 }
 
 // close drops the queued messages and ends waits in enqueue.
@@ -499,9 +463,11 @@ func (s *pendingMessages) close() {
 	if s.expiry != nil {
 		s.expiry.Stop()
 	}
-	for _, v := range s.queues {
-		for len(v.queue) > 0 {
-			s.shift(v).msg.Release()
+	for id, v := range s.senders {
+		for incarnation, q := range v.queues {
+			for len(q.messages) > 0 {
+				s.shift(id, incarnation).msg.Release()
+			}
 		}
 	}
 	s.changed.Broadcast()

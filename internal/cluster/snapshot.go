@@ -103,8 +103,8 @@ func (b *Inbound) size() (accepted, running int) {
 func (s *pendingMessages) size() (messages, bytes int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, q := range s.queues {
-		messages += len(q.queue) + len(q.passed)
+	for _, v := range s.senders {
+		messages += v.messages
 	}
 	return messages, s.bytes
 }

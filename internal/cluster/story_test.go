@@ -406,27 +406,27 @@ func (n *Node) look(t *testing.T, w io.Writer, ids []int) {
 	defer s.mu.Unlock()
 	total, refused := 0, 0
 	for _, id := range ids {
-		if v := s.queues[id]; v != nil {
-			sum := 0
-			for _, e := range v.queue {
-				if e.refused == nil {
-					sum += weight(e.msg)
-				} else {
-					refused++
+		if v := s.senders[id]; v != nil {
+			held := 0
+			for incarnation, q := range v.queues {
+				sum := 0
+				for _, e := range q.messages {
+					if e.refused == nil {
+						sum += weight(e.msg)
+					} else {
+						refused++
+					}
 				}
-			}
-			for _, e := range v.passed {
-				if e.refused == nil {
-					total += weight(e.msg)
-				} else {
-					refused++
+				if q.bytes != sum || len(q.messages) == 0 {
+					t.Errorf("%d bytes of %d.%d are counted, %d are held in %d messages", q.bytes, id, incarnation, sum, len(q.messages))
 				}
+				total += sum
+				held += len(q.messages)
 			}
-			if v.bytes != sum {
-				t.Errorf("%d bytes of %d are counted, %d are held", v.bytes, id, sum)
+			if v.messages != held {
+				t.Errorf("%d messages of %d are counted, %d are held", v.messages, id, held)
 			}
-			total += sum
-			fmt.Fprint(w, id, " holds ", len(v.queue), " ", v.delivering, "; ")
+			fmt.Fprint(w, id, " holds ", held, " ", v.delivering, "; ")
 		}
 		p := n.processes.of(id)
 		fmt.Fprint(w, p.epoch, p.incarnation, p.known, p.hasPending, p.lost != nil, p.lostEpoch, " ")
