@@ -92,9 +92,9 @@ func (a *apps) deliver(msg *van.Message) {
 	c.deliver(msg)
 }
 
-// peerLost fails the requests that node id has not answered, and drops its queued requests, but not those of a process
-// that has replaced it.
-func (a *apps) peerLost(id int, cause error) {
+// peerLost fails the requests that node id has not answered, if they were opened up to the time until, and drops its queued requests,
+// but not those of a process that has replaced it.
+func (a *apps) peerLost(id int, cause error, until uint64) {
 	a.mu.Lock()
 	a.dropQueued(func(_ appKey, e *queuedRequest) bool {
 		return e.msg.Sender == id && !a.processes.waits(id, e.msg.ProcessEpoch)
@@ -102,7 +102,7 @@ func (a *apps) peerLost(id int, cause error) {
 	a.changed.Broadcast()
 	a.mu.Unlock()
 	for _, c := range a.customers() {
-		c.peerLost(id, cause)
+		c.peerLost(id, cause, until)
 	}
 }
 

@@ -93,7 +93,7 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 			r.mu.Lock()
 			r.unsent = true
 			r.mu.Unlock()
-			r.failPeer(id, cause)
+			r.failPeer(id, cause, math.MaxUint64)
 			return nil
 		}
 	}
@@ -331,11 +331,12 @@ func (c *Customer) deliverApart(msg *van.Message) {
 	})
 }
 
-// peerLost fails the requests that node id has not answered, and ends the contexts of the requests that node id has sent.
-func (c *Customer) peerLost(id int, cause error) {
+// peerLost fails the requests that node id has not answered, if they were opened up to the time until, and ends the contexts of the
+// requests that node id has sent.
+func (c *Customer) peerLost(id int, cause error, until uint64) {
 	c.inbound.peerLost(id, cause)
 	for _, r := range c.list() {
-		r.failPeer(id, cause)
+		r.failPeer(id, cause, until)
 	}
 }
 

@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"math"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -143,7 +144,7 @@ var ErrLate = errLate
 // FailPeer fails the request of ts if node id owes an answer to it.
 func (c *Customer) FailPeer(id int, ts int32, cause error) {
 	if r := c.lookup(ts); r != nil {
-		r.failPeer(id, cause)
+		r.failPeer(id, cause, math.MaxUint64)
 	}
 }
 

@@ -5,6 +5,7 @@ package cluster
 import (
 	"context"
 	"errors"
+	"math"
 	"slices"
 	"time"
 
@@ -70,7 +71,7 @@ func (n *Node) perform(o membership.Output) {
 		n.control.barrierEnded(o.Barrier, o.Err)
 	case membership.PeerDead:
 		n.log.Warn("peer lost", "peer", n.peerName(o.ID), "cause", o.Cause)
-		n.apps.peerLost(o.ID, o.Cause)
+		n.apps.peerLost(o.ID, o.Cause, n.processes.of(o.ID).lostAt) // the peer may be back already
 		n.watchers.notify(o.ID, false, o.Cause)
 	case membership.PeerAlive:
 		n.log.Warn("peer is back", "peer", n.peerName(o.ID))
@@ -97,7 +98,7 @@ func (n *Node) perform(o membership.Output) {
 func (n *Node) peerReplaced(id int, record *van.Node) {
 	// The new process does not answer requests to the earlier one.
 	if n.processes.lost(id) == nil {
-		n.apps.peerLost(id, errReplaced)
+		n.apps.peerLost(id, errReplaced, math.MaxUint64)
 		n.watchers.notify(id, false, errReplaced)
 	}
 	if !n.processes.has(id, record) { // a later PeerReplaced follows

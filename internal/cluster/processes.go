@@ -7,6 +7,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
@@ -22,6 +23,7 @@ type process struct {
 	hasPending  bool   // its messages are queued: it is not connected, or earlier ones are not all delivered yet
 	lost        error  // why it, or the one before it, is considered dead
 	lostEpoch   uint32 // epoch of the one that is considered dead
+	lostAt      uint64 // clock.Now after the last loss was entered
 }
 
 // original reports whether the process is one of C++ StepMesh.
@@ -98,6 +100,9 @@ func (t *processes) setLost(id int, cause error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.change(id, func(p *process) { p.lost, p.lostEpoch = cause, p.epoch })
+	if cause != nil {
+		t.change(id, func(p *process) { p.lostAt = clock.Now() }) // afterwards: a request that is opened later finds the loss
+	}
 }
 
 // tag puts the incarnations of this process and of p, its receiver, into a message. Messages to C++ StepMesh nodes

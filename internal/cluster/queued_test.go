@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"slices"
 	"strings"
 	"sync"
@@ -271,7 +272,7 @@ func TestOpenDuringALoss(t *testing.T) {
 			case <-stop:
 				return
 			default:
-				c.peerLost(8, van.ErrPeerLost)
+				c.peerLost(8, van.ErrPeerLost, math.MaxUint64)
 			}
 		}
 	})
@@ -340,7 +341,10 @@ func TestWhatEndsADrain(t *testing.T) {
 		{"answer and return", true, true, func(_ *Customer, in *Inbound, r *Accepted) { in.Leave(r); synctest.Wait(); in.Exit(9) }, nil},
 		{"return and answer", true, true, func(_ *Customer, in *Inbound, r *Accepted) { in.Exit(9); synctest.Wait(); in.Leave(r) }, nil},
 		{"cancellation", true, false, func(_ *Customer, in *Inbound, _ *Accepted) { in.cancel(Canceled{Sender: 9, First: 4, Count: 1}, 1) }, nil},
-		{"loss", true, false, func(c *Customer, _ *Inbound, _ *Accepted) { c.node.processes.setLost(9, gone); c.peerLost(9, gone) }, nil},
+		{"loss", true, false, func(c *Customer, _ *Inbound, _ *Accepted) {
+			c.node.processes.setLost(9, gone)
+			c.peerLost(9, gone, math.MaxUint64)
+		}, nil},
 		{"end of the customer", true, true, func(c *Customer, _ *Inbound, _ *Accepted) { c.Close() }, van.ErrClosed},
 	} {
 		t.Run(x.name, func(t *testing.T) {
@@ -428,7 +432,7 @@ func TestWhatEndsAWaitForAnApplication(t *testing.T) {
 		{"request canceled", func(_ *testing.T, n *Node) { cancel(n, 2) }, "[1]", ""},
 		{"sender lost", func(_ *testing.T, n *Node) {
 			n.processes.setLost(9, van.ErrPeerLost)
-			n.apps.peerLost(9, van.ErrPeerLost)
+			n.apps.peerLost(9, van.ErrPeerLost, math.MaxUint64)
 		}, "[]", ""},
 		{"end of the program", func(_ *testing.T, n *Node) { n.apps.refuseNew(func() string { return "stop" }) }, "[]", "stepaf/1 refused 7 0 2 finished"},
 		{"end of the node", func(_ *testing.T, n *Node) { n.apps.failAll(van.ErrClosed) }, "[]", ""},

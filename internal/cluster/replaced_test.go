@@ -50,6 +50,29 @@ func TestReplacedWithoutLoss(t *testing.T) {
 	vantest.Fails(t, x.Wait(t.Context(), rs[1].First(), time.Millisecond), van.ErrTimeout)
 }
 
+// TestLateLoss: a loss that is performed after the peer is back fails the requests from before the loss only.
+func TestLateLoss(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	n, x := core(c.Workers[0]), customer(t, c)
+	id := van.ServerID(0)
+	var rs [2]*request
+	for i := range rs {
+		rs[i] = newRequest()
+		if err := x.Open(&rs[i].Request, "test", rs[i], 1, []int{id}); err != nil {
+			t.Fatal(err)
+		}
+		if i == 0 {
+			n.SetLost(id, van.ErrPeerLost)
+			n.SetLost(id, nil)
+		}
+	}
+	n.CarryOut(membership.PeerDead{ID: id, Cause: van.ErrPeerLost})
+	vantest.Fails(t, x.Wait(t.Context(), rs[0].First(), 20*time.Second), van.ErrPeerLost, "server 0 (id 8)")
+	if !rs[1].Pending() {
+		t.Errorf("a request that was opened after the loss has failed: %v", x.Wait(t.Context(), rs[1].First(), 20*time.Second))
+	}
+}
+
 // TestFinishedTooLate: a late report of the end of a request that is in use again does not end the next use.
 func TestFinishedTooLate(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))

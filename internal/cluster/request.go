@@ -302,9 +302,13 @@ func (r *Request) fail(err error) {
 	r.finishIfDone()
 }
 
-// failPeer fails the request if node id owes an answer.
-func (r *Request) failPeer(id int, cause error) {
+// failPeer fails the request if node id owes an answer and the request was opened up to the time until.
+func (r *Request) failPeer(id int, cause error, until uint64) {
 	r.mu.Lock()
+	if r.start > until {
+		r.mu.Unlock()
+		return
+	}
 	r.failOwing(id, cause)
 }
 

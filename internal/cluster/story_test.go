@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -284,7 +285,7 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 		case k == 14:
 			cause := errors.New("lost")
 			n.processes.setLost(id, cause)
-			n.apps.peerLost(id, cause)
+			n.apps.peerLost(id, cause, math.MaxUint64)
 			fmt.Fprintln(w, "lost", id)
 		case k == 15, k == 16:
 			n.processes.setLost(id, nil)
