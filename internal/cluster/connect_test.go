@@ -328,9 +328,9 @@ func TestFailureToConnectToThePredecessor(t *testing.T) {
 		t.Errorf("the present process or this node is lost: %v", err)
 	}
 	n.CarryOut(connect)
-	if err := n.App().Alive(); !errors.Is(err, syscall.EMFILE) { // it was connected to at start-up
-		t.Errorf("after a failure to connect to the present process: %v, want %v", err, syscall.EMFILE)
-	}
+	vantest.Eventually(t, 20*time.Second, "the node, which was connected to the present process at its start, fails with "+syscall.EMFILE.Error(), func() bool {
+		return errors.Is(n.App().Alive(), syscall.EMFILE)
+	})
 }
 
 // hooked is a van that calls a function for each connection.
