@@ -159,5 +159,5 @@ func TestRefuseWrongKind(t *testing.T) {
 	asks(app(c.Workers[0], 1), c.Servers[0], "tensor request")
 	scheduler := app(c.Scheduler, 0)
 	asks(scheduler, c.Servers[0], "data request from ")
-	asks(scheduler, c.Workers[0], "a tensor worker serves none")
+	asks(scheduler, c.Workers[0], "a tensor worker serves no requests")
 }

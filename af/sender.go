@@ -55,7 +55,7 @@ var errNoBatch = fmt.Errorf("%w: the batch has not begun, or was dropped", van.E
 func (x *sender) acceptBatch(msg *van.Message) error {
 	s := x.s
 	if len(msg.Parts) == 0 {
-		err := fmt.Errorf("%w: a batch without tensors", van.ErrMalformed)
+		err := fmt.Errorf("%w: a batch of 0 tensors, want at least 1", van.ErrMalformed)
 		s.refuse(msg, err)
 		return err
 	}
@@ -115,7 +115,7 @@ func (s *Server) tooLarge(size int) error {
 
 // refuse notifies the worker that msg is not processed.
 func (s *Server) refuse(msg *van.Message, why error) {
-	s.node.Refuse(msg.Sender, msg.ProcessEpoch, int32(s.app), msg.CustomerID, msg.Timestamp, cluster.Invalid(why))
+	s.node.Refuse(msg.Sender, msg.ProcessEpoch, int32(s.app), msg.CustomerID, msg.Timestamp, cluster.RefusalReason(why))
 }
 
 // serve passes b, which is complete, to the handler.
@@ -148,7 +148,7 @@ func (s *Server) acknowledgeEarly(r datamsg.Reply) {
 // accept adds msg, a message of ps-lite, to its batch and delivers the batch when it is complete.
 func (x *sender) accept(msg *van.Message) error {
 	s := x.s
-	if err := checkSingle(msg); err != nil {
+	if err := checkTensorMessage(msg); err != nil {
 		s.refuse(msg, err)
 		return err
 	}
@@ -195,7 +195,7 @@ func (x *sender) accept(msg *van.Message) error {
 	x.refusals = nil
 	x.mu.Unlock()
 	for _, r := range refusals {
-		s.node.Refuse(r.b.instance, r.b.epoch, int32(s.app), r.b.customer, r.b.first, cluster.Invalid(r.why))
+		s.node.Refuse(r.b.instance, r.b.epoch, int32(s.app), r.b.customer, r.b.first, cluster.RefusalReason(r.why))
 		r.b.unref()
 	}
 	if err != nil {
@@ -219,8 +219,8 @@ func (x *sender) accept(msg *van.Message) error {
 	return nil
 }
 
-// checkSingle checks that msg has one tensor, in the format of ps-lite.
-func checkSingle(msg *van.Message) error {
+// checkTensorMessage checks the data frames, the key and the batch flag of msg, a ps-lite message with one tensor of a batch.
+func checkTensorMessage(msg *van.Message) error {
 	if msg.SimpleApp || msg.Frames < 2 || msg.Keys.Len() != 8 {
 		return fmt.Errorf("%w: tensor request with %d data frames and %d key bytes, want 2 and 8", van.ErrMalformed, msg.Frames, msg.Keys.Len())
 	}

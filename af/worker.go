@@ -50,7 +50,7 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 	c.customer, err = w.node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
 		w.node.Rarely("af: request to a worker").Warn("dropped a request: a tensor worker serves none",
 			"from", van.NodeName(msg.Sender))
-		w.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, fmt.Errorf("%w: a tensor worker serves none", van.ErrInvalid))
+		w.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, fmt.Errorf("%w: a tensor worker serves no requests", van.ErrInvalid))
 	})
 	if err != nil {
 		return nil, err

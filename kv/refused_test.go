@@ -411,11 +411,11 @@ func TestRefuseWrongKind(t *testing.T) {
 	}
 	w := newWorker[float32](t, c.Workers[0])
 	call, err := w.Push([]kv.Key{7}, []float32{1}, kv.Within(10*time.Second))
-	fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrInvalid, "refused there: not one for a simple application")
+	fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrInvalid, "refused there: this application serves simple requests only")
 	hook.OnReceive(func(m *van.Message) hooks.Verdict {
 		m.SimpleApp = m.SimpleApp && !m.Request
 		return hooks.Pass
 	})
 	call, err = a.Request(1, nil, c.Workers[0].ID())
-	fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrInvalid, "refused there: a key-value worker serves none")
+	fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrInvalid, "refused there: a key-value worker serves simple requests only")
 }

@@ -187,7 +187,7 @@ func (s *Server[V]) receive(msg *van.Message) {
 			return
 		}
 		in.Exit(msg.Sender)
-		s.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, cluster.Invalid(err))
+		s.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, cluster.RefusalReason(err))
 	}
 	level := slog.LevelWarn
 	if errors.Is(err, van.ErrFinished) {

@@ -29,8 +29,8 @@ type SimpleMessage struct {
 	state *cluster.Accepted // set for a request; nil for an answer
 }
 
-// SimpleHandler takes a request or an answer. It runs on the transport's goroutine, or on one of its sender, and holds up the
-// messages of that sender, no others.
+// SimpleHandler takes a request or an answer. It runs on the transport's goroutine, or on a goroutine for the sender. Later messages
+// of the same sender wait for it, those of other senders do not.
 type SimpleHandler func(SimpleMessage)
 
 // SimpleOptions of NewSimpleApp.
@@ -75,7 +75,7 @@ func NewSimpleApp(node *postoffice.Node, o SimpleOptions) (*SimpleApp, error) {
 		if !a.takes(msg) {
 			a.node.Rarely("kv: not a simple request").Warn("dropped a request: not one for a simple application",
 				"from", van.NodeName(msg.Sender), "message", &msg.Meta)
-			a.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, fmt.Errorf("%w: not one for a simple application", van.ErrInvalid))
+			a.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, fmt.Errorf("%w: this application serves simple requests only", van.ErrInvalid))
 		}
 	})
 	if err != nil {

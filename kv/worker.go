@@ -55,7 +55,7 @@ func NewWorker[V Value](node *postoffice.Node, o WorkerOptions) (*Worker[V], err
 		if !w.simple.takes(msg) {
 			w.node.Rarely("kv: request to a worker").Warn("dropped a request: a key-value worker serves none",
 				"from", van.NodeName(msg.Sender))
-			w.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, fmt.Errorf("%w: a key-value worker serves none", van.ErrInvalid))
+			w.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, fmt.Errorf("%w: a key-value worker serves simple requests only", van.ErrInvalid))
 		}
 	})
 	if err != nil {

@@ -437,8 +437,8 @@
 	"answer changes nothing. Each allocation uses a file descriptor and whole pages. It is\n" \
 	"freed with the last tensor. Needs no init().\n" \
 	"\n" \
-	"A child made by fork shares the memory: its writes change the tensor of its parent, and\n" \
-	"the memory is freed only when the child has ended or called exec, too.\n" \
+	"A child made by fork shares the memory: what it writes changes the tensor of its parent.\n" \
+	"The memory is then freed after the child, too, has ended or called exec.\n" \
 	"\n" \
 	"Raises ValueError (negative, or above 2 GiB - 1), MemoryError, Error (the system\n" \
 	"refuses the memory)."

@@ -86,15 +86,15 @@ func (a *apps) deliver(msg *van.Message) {
 		return
 	}
 	if msg.Request && msg.InPoll && c.serves && a.role == van.Worker {
-		c.deliverApart(msg)
+		c.deliverOnBacklog(msg)
 		return
 	}
 	c.deliver(msg)
 }
 
-// peerLost fails the requests that node id has not answered, if they were opened up to the time until, and drops its queued requests,
+// peerLost fails the requests that node id has not answered, if they were opened up to openedUntil, and drops its queued requests,
 // but not those of a process that has replaced it.
-func (a *apps) peerLost(id int, cause error, until uint64) {
+func (a *apps) peerLost(id int, cause error, openedUntil uint64) {
 	a.mu.Lock()
 	a.dropQueued(func(_ appKey, e *queuedRequest) bool {
 		return e.msg.Sender == id && !a.processes.waits(id, e.msg.ProcessEpoch)
@@ -102,7 +102,7 @@ func (a *apps) peerLost(id int, cause error, until uint64) {
 	a.changed.Broadcast()
 	a.mu.Unlock()
 	for _, c := range a.customers() {
-		c.peerLost(id, cause, until)
+		c.peerLost(id, cause, openedUntil)
 	}
 }
 

@@ -15,14 +15,14 @@ func weight(m *van.Message) int {
 	return m.PayloadLen() + len(m.Body) + len(m.Parts)*van.PartBytes + 512
 }
 
-// backlogs has, by sender, the messages that arrived before their customer was made, the requests of deliverApart, and later
+// backlogs has, by sender, the messages that arrived before their customer was made, the requests of deliverOnBacklog, and later
 // messages, which must not overtake them.
 type backlogs struct {
 	active  atomic.Bool // queues is not empty
 	mu      sync.Mutex
 	queues  map[int]*backlog
 	changed sync.Cond // a backlog has shrunk, or ended is set
-	ended   bool      // the node leaves
+	ended   bool      // the customer is closed, or the node leaves
 }
 
 // backlog is the queue of one sender.
@@ -73,14 +73,15 @@ func (s *backlogs) enqueue(msg *van.Message, self *nodeInfo, overfull *atomic.Bo
 			return true
 		}
 		if !paused {
-			self.pausedRead(msg.Sender, b.bytes, "a peer is not read for now: its messages from before its application was made are still queued")
+			self.pausedRead(msg.Sender, b.bytes, "a peer is not read for now: its earlier messages wait for a handler")
 		}
 		s.changed.Wait()
 	}
 }
 
-// begin queues msg, and calls start if its sender had no backlog: start runs deliverFrom. After end, begin drops msg.
-func (s *backlogs) begin(msg *van.Message, start func()) {
+// enqueueOrStart queues msg without a limit. If its sender had no backlog, it makes one and calls start, which must run deliverFrom on
+// another goroutine. After end it drops msg.
+func (s *backlogs) enqueueOrStart(msg *van.Message, start func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.ended {

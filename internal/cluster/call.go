@@ -89,15 +89,15 @@ func (c Call) Done() <-chan struct{} {
 	return r.ended
 }
 
-// Notice makes the call a notice: its end without an answer does not cancel it at the receivers, which then handle the request
-// although nobody waits for the answer. The transport must have copied what was sent.
-func (c Call) Notice() {
+// KeepSent keeps the sent request valid at its receivers if the call ends without an answer: it is not canceled there, and its handlers
+// run. The transport must have copied what was sent, since nobody waits until it has left.
+func (c Call) KeepSent() {
 	if c.c == nil {
 		return
 	}
 	if r := c.c.lookup(c.first); r != nil {
 		r.mu.Lock()
-		r.notice = r.notice || r.first == c.first
+		r.keepSent = r.keepSent || r.first == c.first
 		r.mu.Unlock()
 	}
 }

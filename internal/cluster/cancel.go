@@ -1,6 +1,6 @@
 package cluster
 
-// Recent cancellations of workers, which a server remembers.
+// A cancellation of requests, and when a server forgets it.
 
 import (
 	"slices"

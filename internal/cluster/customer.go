@@ -322,21 +322,21 @@ func (c *Customer) deliverFrom(sender int) {
 	}
 }
 
-// deliverApart delivers a request that a Poll has received. Its handler may block, and the caller of the Poll waits for something else,
-// so the handler runs on the goroutine of a backlog.
-func (c *Customer) deliverApart(msg *van.Message) {
+// deliverOnBacklog delivers a request that a Poll has received. Its handler may block, and the caller of the Poll waits for something
+// else, so the handler runs on the goroutine of its sender's backlog.
+func (c *Customer) deliverOnBacklog(msg *van.Message) {
 	sender := msg.Sender
-	c.backlogs.begin(msg, func() {
+	c.backlogs.enqueueOrStart(msg, func() {
 		c.node.apps.deliveries.Go(func() { c.deliverFrom(sender) })
 	})
 }
 
-// peerLost fails the requests that node id has not answered, if they were opened up to the time until, and ends the contexts of the
+// peerLost fails the requests that node id has not answered, if they were opened up to openedUntil, and ends the contexts of the
 // requests that node id has sent.
-func (c *Customer) peerLost(id int, cause error, until uint64) {
+func (c *Customer) peerLost(id int, cause error, openedUntil uint64) {
 	c.inbound.peerLost(id, cause)
 	for _, r := range c.list() {
-		r.failPeer(id, cause, until)
+		r.failPeer(id, cause, openedUntil)
 	}
 }
 
@@ -390,7 +390,7 @@ func (c *Customer) Close() {
 	c.closed = true
 	next := c.requests.next
 	c.mu.Unlock()
-	c.backlogs.end() // before remove: failAll ends the backlogs of the other customers
+	c.backlogs.end() // before remove: failAll ends only the backlogs of customers that are in the table
 	c.node.apps.remove(c, next)
 	c.abortAll(&van.Error{Op: "close", Node: c.node.Name(), Err: van.ErrClosed})
 }

@@ -33,15 +33,15 @@ type apps struct {
 	canceled   []earlyCancel // oldest first
 	expiry     *time.Timer
 	closed     bool
-	ended      bool             // the node has failed or leaves: enqueue does not wait
+	ended      bool             // the node has failed or leaves: enqueue does not wait, add fails, and deliverToSelf drops its message
 	endingCall string           // the call in which the ending program waits, see refuseNew
 	next       map[appKey]int32 // first timestamps for customers that are made again
 	noApp      logx.Sparse
 	tooMany    logx.Sparse
 
-	deliveries sync.WaitGroup // goroutines that deliver messages outside of the transport. None starts after failAll and pendingMessages.close
+	deliveries sync.WaitGroup // goroutines that deliver messages outside of the transport. No such goroutine starts after failAll and pendingMessages.close
 
-	overfull atomic.Bool // a Poll has queued a message beyond a limit, and no message has left that queue, or another one with a limit, since
+	overfull atomic.Bool // no Poll begins: one has queued a message beyond a limit, and no message has left a queue with a limit since
 }
 
 type appKey struct{ app, customer int32 }

@@ -1,6 +1,6 @@
 package cluster
 
-// This file owns the requests that an application has accepted and not answered yet: their contexts, and the shutdown of a server,
+// This file owns the requests that an application has accepted and not answered yet: their contexts, their cancellations, and the shutdown of a server,
 // which waits for their answers.
 
 import (
@@ -19,7 +19,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Inbound lists the accepted requests of an application by sender. Senders share no lock. Inbound is safe for concurrent use.
+// Inbound has, for each sender, the accepted requests and the recent cancellations of an application. Senders share no lock. Inbound is safe for concurrent use.
 type Inbound struct {
 	self      *nodeInfo
 	processes *processes
@@ -68,7 +68,7 @@ var (
 // NewInbound returns an Inbound for App.AddServer.
 func NewInbound() *Inbound { return &Inbound{idle: make(chan struct{}, 1)} }
 
-// known returns the requests of a sender, nil if there have never been any.
+// known returns the entry of a sender, or nil if it has sent neither a request nor a cancellation.
 func (b *Inbound) known(sender int) *inboundSender {
 	if by := b.by.Load(); by != nil {
 		return (*by)[sender]
@@ -76,7 +76,7 @@ func (b *Inbound) known(sender int) *inboundSender {
 	return nil
 }
 
-// of returns the requests of a sender. Ids that no member can have share an entry.
+// of returns the entry of a sender. Ids that no member can have share an entry.
 func (b *Inbound) of(sender int) *inboundSender {
 	if s := b.known(sender); s != nil {
 		return s

@@ -71,7 +71,7 @@ func (n *Node) perform(o membership.Output) {
 		n.control.barrierEnded(o.Barrier, o.Err)
 	case membership.PeerDead:
 		n.log.Warn("peer lost", "peer", n.peerName(o.ID), "cause", o.Cause)
-		n.apps.peerLost(o.ID, o.Cause, n.processes.of(o.ID).lostAt) // the peer may be back already
+		n.apps.peerLost(o.ID, o.Cause, n.processes.of(o.ID).lostAt) // if the peer is back already, later requests do not fail
 		n.watchers.notify(o.ID, false, o.Cause)
 	case membership.PeerAlive:
 		n.log.Warn("peer is back", "peer", n.peerName(o.ID))

@@ -19,7 +19,7 @@ import (
 // scheduler's record of it.
 const pendingTime = 10 * time.Second
 
-// pendingMessages has the data messages of processes that this node does not know yet, in order of arrival. They are
+// pendingMessages has the data messages of processes that are not known or not connected yet, in a queue for each process. They are
 // delivered when their process is known and connected, so that an application can answer and refuse them.
 type pendingMessages struct {
 	self      *nodeInfo
@@ -147,7 +147,8 @@ func (s *pendingMessages) has(id int, incarnation uint32) bool {
 }
 
 // enqueue queues or drops msg and returns nil. If msg can be delivered, enqueue returns the process that has sent it: the process
-// has become known, and no message of it is queued.
+// has become known, and no message of it is queued. While the queue of a member exceeds STEPAF_RECV_BUDGET_PEER, enqueue blocks, but in
+// a Poll it sets apps.overfull instead.
 func (s *pendingMessages) enqueue(msg *van.Message) *process {
 	size := weight(msg)
 	s.mu.Lock()

@@ -23,7 +23,7 @@ type process struct {
 	hasPending  bool   // its messages are queued: it is not connected, or earlier ones are not all delivered yet
 	lost        error  // why it, or the one before it, is considered dead
 	lostEpoch   uint32 // epoch of the one that is considered dead
-	lostAt      uint64 // clock.Now after the last loss was entered
+	lostAt      uint64 // clock.Now when the last loss had been stored
 }
 
 // original reports whether the process is one of C++ StepMesh.
@@ -101,7 +101,7 @@ func (t *processes) setLost(id int, cause error) {
 	defer t.mu.Unlock()
 	t.change(id, func(p *process) { p.lost, p.lostEpoch = cause, p.epoch })
 	if cause != nil {
-		t.change(id, func(p *process) { p.lostAt = clock.Now() }) // afterwards: a request that is opened later finds the loss
+		t.change(id, func(p *process) { p.lostAt = clock.Now() }) // the second step: Open of a request that starts after lostAt has seen the loss
 	}
 }
 

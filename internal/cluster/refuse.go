@@ -29,13 +29,13 @@ var refusalKinds = [...]struct {
 // errUnanswered: a request was processed, but the transport has not taken its answer.
 var errUnanswered = errors.New("the request was processed, but its answer was not sent")
 
-// Unanswered wraps err, the transport's error for the answer to a batch or a push. The worker's error then matches
-// no error of a request that was not processed: the worker may repeat such a request.
+// Unanswered wraps err, the transport's error for the answer to a batch or a push. The worker's error
+// does not match the errors of requests that were not processed, since a worker may repeat those.
 func Unanswered(err error) error { return fmt.Errorf("%w: %w", errUnanswered, err) }
 
-// Invalid returns why as the reason to refuse a request that a server cannot process. An error that a refusal does not carry becomes
-// van.ErrInvalid.
-func Invalid(why error) error {
+// RefusalReason returns the reason to refuse a request that a server cannot process: why, if it matches van.ErrInvalid, ErrQueueFull or
+// ErrFinished, and otherwise an error with the text of why that matches van.ErrInvalid.
+func RefusalReason(why error) error {
 	if errors.Is(why, van.ErrInvalid) || errors.Is(why, van.ErrQueueFull) || errors.Is(why, van.ErrFinished) {
 		return why
 	}

@@ -61,7 +61,7 @@ type Request struct {
 	waiting   bool
 	gen       uint64        // counts uses, so that a late access notices that r was reused
 	unsent    bool          // no message of it was sent
-	notice    bool          // see Call.Notice
+	keepSent  bool          // see Call.KeepSent
 	ringIndex int           // in requests.finished, -1 when not there
 	done      chan struct{} // one token when finished
 	isDone    func() bool   // reports whether done has its token
@@ -99,7 +99,7 @@ func (r *Request) reset(c *Customer, op string, sink Sink, first int32, n int, r
 		}
 	}
 	r.left, r.busy, r.err = n*len(receivers), 0, nil
-	r.state, r.waiting, r.unsent, r.notice, r.over = open, false, false, false, false
+	r.state, r.waiting, r.unsent, r.keepSent, r.over = open, false, false, false, false
 	r.gen++
 	r.limit, r.ringIndex = 0, -1
 	r.start = clock.Now()
@@ -238,7 +238,7 @@ func (r *Request) finishIfDone() {
 		r.mu.Unlock()
 		return
 	}
-	sink, err, c, keep := r.sink, r.err, r.c, r.unsent || r.notice // Open may be setting unsent
+	sink, err, c, keep := r.sink, r.err, r.c, r.unsent || r.keepSent // Open may be setting unsent
 	r.state = finished
 	r.mu.Unlock()
 
@@ -302,10 +302,10 @@ func (r *Request) fail(err error) {
 	r.finishIfDone()
 }
 
-// failPeer fails the request if node id owes an answer and the request was opened up to the time until.
-func (r *Request) failPeer(id int, cause error, until uint64) {
+// failPeer fails the request if node id owes an answer and the request was opened up to openedUntil, a time of package clock.
+func (r *Request) failPeer(id int, cause error, openedUntil uint64) {
 	r.mu.Lock()
-	if r.start > until {
+	if r.start > openedUntil {
 		r.mu.Unlock()
 		return
 	}

@@ -26,7 +26,7 @@ import (
 // handle, it is the result of an earlier function or the value that the controller has set. Bytes and arrays belong
 // to the rank. A result may have any type and is stored as it is. A result of another type than those above can be
 // copied to the controller if it implements Valuer. A result that implements io.Closer is closed when its handle is
-// released. ctx ends with the session.
+// resultsClosed. ctx ends with the session.
 type Function func(ctx context.Context, args []any) (any, error)
 
 // Valuer is a result that determines the value copied to the controller.
@@ -75,8 +75,8 @@ func (r *Rank) Register(name string, f Function) error {
 	return nil
 }
 
-// Serve waits for a controller and runs its calls. It returns nil when the controller shuts the session down, after all results were
-// closed. It returns an error with the reason when the session fails, the controller is lost, or ctx ends; it then does not wait
+// Serve waits for a controller and runs its calls. When the controller shuts the session down, Serve waits until all results are
+// closed, or ctx ends, and returns nil. It returns an error with the reason when the session fails, the controller is lost, or ctx ends; it then does not wait
 // for a running function. Serve may be called again, for another session.
 //
 // A controller whose program ends (Node.Shutdown, or Python's stop()) ends its session as Shutdown does. While no session
@@ -120,9 +120,9 @@ func (r *Rank) Serve(ctx context.Context) error {
 		return err
 	}
 	defer a.Close()
-	released := make(chan struct{}) // closed when all results are closed
+	resultsClosed := make(chan struct{}) // closed when all results are closed
 	go func() {
-		defer close(released)
+		defer close(resultsClosed)
 		s.run()
 	}()
 	go s.watch()
@@ -136,7 +136,7 @@ func (r *Rank) Serve(ctx context.Context) error {
 	a.Close()
 	if cause == errStopped {
 		select {
-		case <-released:
+		case <-resultsClosed:
 		case <-ctx.Done():
 		}
 	}
@@ -183,7 +183,7 @@ type serving struct {
 	gone       uint64                 // the last session that was canceled before it began
 	next       uint64                 // number of the next call
 	waits      map[uint64]pendingCall // calls that arrived before their turn
-	latest     kv.SimpleMessage       // the latest call that has had its turn
+	latest     kv.SimpleMessage       // the latest call that was passed to work; it may be answered already
 	last       *pendingCall           // the request for the end, answered at the end
 	work       chan pendingCall
 
@@ -216,7 +216,9 @@ func (s *serving) leave(a *kv.SimpleApp, why error) {
 	ctx, cancel := context.WithTimeout(context.Background(), endTimeout(s.r.node))
 	defer cancel()
 	notify(a, wantLeave, body, to)(ctx)
-	if ctx.Err() != nil { // the controller is still considered lost: a refusal is sent when it is back, and fails the call and its session
+	if ctx.Err() != nil {
+		// No answer has arrived: the controller may be considered lost. A refusal is sent when it is back, and fails the call and its
+		// session.
 		_ = latest.Refuse(why)
 	}
 }

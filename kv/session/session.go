@@ -194,7 +194,7 @@ func notifyPause(elapsed time.Duration) time.Duration {
 func notify(a *kv.SimpleApp, want int32, body []byte, id int) (finish func(ctx context.Context)) {
 	send := func() (kv.Call, error) {
 		c, err := a.Request(want, body, postoffice.NodeID(id))
-		cluster.Call(c).Notice()
+		cluster.Call(c).KeepSent()
 		return c, err
 	}
 	begun := time.Now()

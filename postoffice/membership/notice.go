@@ -19,9 +19,9 @@ import (
 
 const (
 	noticePrefix = "stepaf/1 "
-	maxNotice    = 4096 // bytes of a body, but of down
-	maxDown      = 6 * van.Empty
-	proofLen     = 16 // hexadecimal digits of a proof, see proof.go
+	maxNotice    = 4096          // bytes of a body, except that of a down notice
+	maxDown      = 6 * van.Empty // bytes of a down notice: 5 digits and a comma for each id
+	proofLen     = 16            // hexadecimal digits of a proof, see proof.go
 )
 
 // Verbs of a notice.

@@ -245,7 +245,7 @@ func TestOutOfReach(t *testing.T) {
 	}
 }
 
-// TestIdle: a process whose node waits is woken 60 to 180 times a second.
+// TestIdle: the process of an idle node does not poll. It was woken 60 to 180 times a second.
 func TestIdle(t *testing.T) {
 	_, p, w := pair(t, testcluster.Options{}, nil)
 	for i := range 200 {

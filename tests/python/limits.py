@@ -1,6 +1,6 @@
-"""A plugin of pytest: every test has a limit. A test fails when its thread has waited in one place for STILL seconds while no
-process of the test wants a processor or waits for a disk, or for BUSY seconds times the load of the machine. The report says where
-it waited, and what its processes did. A test marked pytest.mark.still(seconds) may wait for so long."""
+"""A plugin of pytest: every test has a limit. A test fails in two cases: its thread has waited in one place for STILL seconds, and no
+process of the test wants a processor or a disk; or it has waited there for BUSY seconds times the load of the machine. The report says
+where it waited, and what its processes did. A test marked pytest.mark.still(seconds) may wait for so long."""
 
 import collections
 import glob
@@ -54,7 +54,7 @@ def wanted():
 
 
 def states():
-    """The threads of all processes of the test: process, name and state. A thread in state D waits for a disk."""
+    """Yields process, name and state of each thread of the test's processes. A thread in state D waits for a disk."""
     for pid in tree(os.getpid()):
         for name in glob.glob(f"/proc/{pid}/task/*/stat"):
             try:

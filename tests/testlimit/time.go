@@ -39,8 +39,8 @@ func ownTime() time.Duration {
 // window is how long demand observes.
 const window = 3 * time.Second
 
-// demand is the time within a window in which this process and its descendants use a processor or wait for one, and in which a
-// thread of them waits for a disk. A process waits for a processor if other programs use all of them. A process that hangs waits for
+// demand is a sum for one window: the time for which the threads of this process and its descendants use a processor or wait for one,
+// and the time in which at least one of them waits for a disk. A process waits for a processor if other programs use all of them. A process that hangs waits for
 // neither.
 func demand() time.Duration {
 	before := map[string]time.Duration{}
@@ -77,7 +77,7 @@ func wanted(f func(thread string, t time.Duration)) {
 	})
 }
 
-// threads calls f with a file of /proc and its content for each thread of this process and its descendants.
+// threads calls f with the path and the content of /proc/PID/task/TID/file, for each thread of this process and its descendants.
 func threads(file string, f func(name, text string)) {
 	each := func(pid int) {
 		names, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/%s", pid, file))

@@ -15,8 +15,8 @@ import (
 // window is how long Idle observes a process at a time.
 const window = 2 * time.Second
 
-// Idle checks that a process waits without polling: in one of three windows its threads are woken at most so often a second, and use
-// at most a quarter of one processor. A loop that polls with a timer exceeds the first limit, and a loop that does not wait the second,
+// Idle checks that a process waits without polling: in one of three windows its threads are woken at most wakeUps times a second, and
+// use at most 25 % of one processor. A loop that polls with a timer exceeds the first limit, and a loop that does not wait the second,
 // in every window. The limits are far above what nodes use: with as many wake-ups, an idle node used between 0.3 % and 1.8 % of a
 // processor on different days.
 func Idle(t testing.TB, what string, pid int, wakeUps float64) {

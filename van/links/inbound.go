@@ -21,8 +21,9 @@ const (
 	UnknownTime = 10 * time.Second
 	// HoldTime is how long the link of a replacement process then waits for Admit.
 	HoldTime = time.Second
-	// MaxHeld bounds the links that wait, and those of one known process. If there are more, the oldest one ends: any process that may
-	// connect can open one, unless the cluster has a secret.
+	// MaxHeld limits the links that are not read yet: those of one known process when another link of it arrives, and those of all
+	// processes when a link of an unknown or replacement process arrives. If there are more, the oldest of them ends. Any process that
+	// may connect can open one, unless the cluster has a secret.
 	MaxHeld = 1024
 	// MaxReplaced bounds the replaced processes that are remembered.
 	MaxReplaced = 1024
@@ -78,7 +79,7 @@ func (t *inbounds[D, L, I]) EnterLocked(in I) error {
 		t.holdLocked(in, t.O.HoldTime)
 	default:
 		t.O.StartLocked(in)
-		t.boundLocked(func(y *Inbound) bool { return y.Process == x.Process }) // they may wait for marks, or for an earlier link
+		t.boundLocked(func(y *Inbound) bool { return y.Process == x.Process }) // its links may wait for marks, or for an earlier link
 	}
 	return nil
 }
@@ -115,9 +116,9 @@ func (t *inbounds[D, L, I]) holdLocked(in I, limit time.Duration) {
 	time.AfterFunc(limit, func() { t.EndHold(in) })
 }
 
-// boundLocked ends the oldest link that of selects and that waits, if more than MaxHeld do.
-func (t *inbounds[D, L, I]) boundLocked(of func(*Inbound) bool) {
-	held := slices.DeleteFunc(slices.Clone(t.Ins()), func(x I) bool { return !x.Base().Held.Load() || !of(x.Base()) })
+// boundLocked ends the oldest waiting link that selects accepts, if more than MaxHeld such links wait.
+func (t *inbounds[D, L, I]) boundLocked(selects func(*Inbound) bool) {
+	held := slices.DeleteFunc(slices.Clone(t.Ins()), func(x I) bool { return !x.Base().Held.Load() || !selects(x.Base()) })
 	if len(held) > MaxHeld {
 		if n, show := t.crowded.Next(); show {
 			t.O.Log.Warn(t.O.Link+" ends: too many wait", "peer", van.NodeName(held[0].Base().From), "at most", MaxHeld, "so far", n)
@@ -273,7 +274,7 @@ func (t *inbounds[D, L, I]) lostInside(id int, cause error) {
 	if n == nil {
 		return
 	}
-	if l := n.Link(); l != *new(L) { // read once: the end of the peer may take it away meanwhile
+	if l := n.Link(); l != *new(L) { // read once: it may become nil while the peer ends
 		t.O.InsideLost(l, cause)
 	}
 }

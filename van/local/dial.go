@@ -32,7 +32,7 @@ type dialer struct {
 	readers     func() (bool, error) // admitReaders, except in tests
 }
 
-// link makes a link to n. again means that an earlier link to n has broken, behind that earlier data to n was sent over the van inside.
+// link makes a link to n. again means that an earlier link to n has broken, and behind that data to n was sent over the van inside before.
 func (d *dialer) link(n *outPeer, again, behind bool) (l *outLink, _ links.Mark, err error) {
 	d.readersOnce.Do(d.letRead)
 	if again {
@@ -230,7 +230,7 @@ func (d *dialer) dialAgain(n *outPeer, behind bool) (l *outLink, err error) {
 func (d *dialer) keep(n *outPeer) {
 	p, l := d.peers, n.Link()
 	awaitEnd(l.conn)
-	behind := isBehind(l) // then marks also precede the next link: data sent before over the van inside may still be on its way
+	behind := awaitsMarks(l) // then the next link needs marks, too: the van inside may not have delivered the earlier data yet
 	l.close(false)
 	if !p.Current(n) {
 		return

@@ -37,20 +37,20 @@ const (
 	receiverRefLen   = 16
 	maxImportedFiles = 1024 // that a process maps of one peer
 
-	// maxReferences limits the values of one batch that are sent by reference. Each takes a slot, and the receiver acknowledges
-	// these slots only after it has received all records of the batch. pinRest leaves as many slots free.
+	// maxReferences is the maximum number of values that one message sends by reference. Each uses a slot until the receiver has all
+	// records of the batch. While a batch is sent, pinRest leaves maxReferences + 1 slots free.
 	maxReferences = slotCount / 2
 )
 
 // exportedAllocations are the allocations of this process that the peer of a link knows. outLink.mu guards them.
 type exportedAllocations struct {
-	l      *outLink
-	on     bool              // the peer maps memory
-	pulls  bool              // also for answers: no device has registered it, which would keep memory that Revoke has replaced
-	buf    []byte            // for the records
-	inodes map[uint64]uint64 // by address
-	freed  uint64            // hostmem.Freed at the last check
-	left   int               // values of the message that may still be sent by reference
+	l        *outLink
+	on       bool              // the peer maps memory
+	pulls    bool              // also for answers: no device has registered it, which would keep memory that Revoke has replaced
+	buf      []byte            // for the records
+	inodes   map[uint64]uint64 // by address
+	freed    uint64            // hostmem.Freed at the last check
+	refsLeft int               // values of the message that may still be sent by reference
 }
 
 // has reports whether the peer knows the allocation of mem, and its present file.
@@ -67,7 +67,7 @@ func (s *exportedAllocations) has(mem backend.Mem) bool {
 // announce sends the descriptions that the peer needs for msg, and the memory for its answers. byReference tells whether pushed values in
 // shared allocations are used in place: the receiver may use a value until it answers, so only a request with an answer allows it.
 func (s *exportedAllocations) announce(msg *van.Message) (byReference bool) {
-	s.left = maxReferences
+	s.refsLeft = maxReferences
 	if n := hostmem.Freed(); n != s.freed && len(s.inodes) > 0 {
 		s.freed = n
 		for addr := range s.inodes {
@@ -152,18 +152,18 @@ func (s *exportedAllocations) send(addr uint64, n int, file *hostmem.File) {
 	s.l.putPlain(kindAllocation, b)
 }
 
-// formOf returns the form of msg's value, which is long and on the host. r is its record.
+// formOf returns the form of msg's value, which is long and on the host, and counts a value by reference. r is its record.
 func (s *exportedAllocations) formOf(r *record, msg *van.Message, byReference bool) uint32 {
-	if s.left == 0 {
+	if s.refsLeft == 0 {
 		return partStream
 	}
 	if x, ok := msg.Vals.Owner().(*importedAllocation); ok && s.l.canRead && !msg.Request && x.peer == s.l.peer.Data.name {
-		s.left--
+		s.refsLeft--
 		r.receiverAddr, r.receiverInode = x.peerAddr(msg.Vals), x.inode
 		return partInReceiver
 	}
 	if byReference {
-		s.left--
+		s.refsLeft--
 		return partMapped
 	}
 	return partStream

@@ -25,15 +25,16 @@ func (l *outLink) Close() (lost int) { return l.close(true) }
 
 // insideLost ends l if marks that precede it may be lost.
 func (p *peers) insideLost(l *outLink, _ error) {
-	if isBehind(l) {
+	if awaitsMarks(l) {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		_ = l.fail(links.ErrMarksLost)
 	}
 }
 
-// isBehind reports whether marks that precede l have not arrived. The receiver clears the segment's flag when they have.
-func isBehind(l *outLink) bool {
+// awaitsMarks reports whether the receiver still waits for marks before it reads l, and this node has not closed l. The receiver clears
+// the segment's flag when the marks have arrived.
+func awaitsMarks(l *outLink) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return !l.gone && l.seg.behind().Load() != 0

@@ -235,7 +235,7 @@ func (r *planRun) phase(ph *plan.Phase) {
 		})
 	}
 	r.after(from.Add(ph.For.D()))
-	r.joined(ph)
+	r.awaitJoining(ph)
 	x.to = time.Now()
 	x.living = r.c.Living()
 	for _, p := range r.c.All() {
@@ -246,9 +246,9 @@ func (r *planRun) phase(ph *plan.Phase) {
 	r.phases = append(r.phases, x)
 }
 
-// joined waits until workers that are joining, and of which the phase expects calls, have made one. How long a worker takes to join
+// awaitJoining waits until each worker that is joining, and whose calls the phase expects, has made one. How long a worker takes to join
 // is not promised: a connection attempt that was lost in a cut is repeated after 1, 2, 4 and 8 s.
-func (r *planRun) joined(ph *plan.Phase) {
+func (r *planRun) awaitJoining(ph *plan.Phase) {
 	r.hold(true)
 	defer r.hold(false)
 	for _, p := range r.c.Living() {
