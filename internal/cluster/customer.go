@@ -391,6 +391,7 @@ func (c *Customer) Close() {
 	next := c.requests.next
 	c.mu.Unlock()
 	c.backlogs.end() // before remove: failAll ends only the backlogs of customers that are in the table
+	c.node.apps.overfull.Store(false)
 	c.node.apps.remove(c, next)
 	c.abortAll(&van.Error{Op: "close", Node: c.node.Name(), Err: van.ErrClosed})
 }

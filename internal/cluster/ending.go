@@ -25,6 +25,7 @@ const (
 const (
 	endingRepeat    = time.Second // the pause after the first message; each pause is twice the one before
 	maxEndingRepeat = 8 * time.Second
+	endingWait      = 100 * time.Millisecond // for the first messages: the node may leave at once, and some may need a connection
 )
 
 // programEnds has the ends of programs that a node knows of.
@@ -131,7 +132,12 @@ func (n *Node) startEnding(call string) {
 		n.ending.mu.Lock()
 		n.ending.stopRepeat = told
 		n.ending.mu.Unlock()
-		go n.repeatEnding(told)
+		notified := make(chan struct{})
+		go n.repeatEnding(told, notified)
+		select {
+		case <-notified:
+		case <-time.After(endingWait):
+		}
 	}
 }
 
@@ -166,11 +172,14 @@ func (e *programEnds) stopRepeating() {
 	}
 }
 
-func (n *Node) repeatEnding(told <-chan struct{}) {
+// repeatEnding notifies the servers, closes notified, and repeats the messages until told is closed.
+func (n *Node) repeatEnding(told <-chan struct{}, notified chan<- struct{}) {
+	n.notifyServers(n.App().Members(van.ServerGroup))
+	close(notified)
 	for pause := endingRepeat; ; pause = min(2*pause, maxEndingRepeat) {
-		n.notifyServers(n.App().Members(van.ServerGroup))
 		select {
 		case <-time.After(pause):
+			n.notifyServers(n.App().Members(van.ServerGroup))
 		case <-told:
 			return
 		case <-n.lifetime.stop:

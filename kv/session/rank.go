@@ -26,7 +26,7 @@ import (
 // handle, it is the result of an earlier function or the value that the controller has set. Bytes and arrays belong
 // to the rank. A result may have any type and is stored as it is. A result of another type than those above can be
 // copied to the controller if it implements Valuer. A result that implements io.Closer is closed when its handle is
-// resultsClosed. ctx ends with the session.
+// released. ctx ends with the session.
 type Function func(ctx context.Context, args []any) (any, error)
 
 // Valuer is a result that determines the value copied to the controller.
@@ -76,8 +76,8 @@ func (r *Rank) Register(name string, f Function) error {
 }
 
 // Serve waits for a controller and runs its calls. When the controller shuts the session down, Serve waits until all results are
-// closed, or ctx ends, and returns nil. It returns an error with the reason when the session fails, the controller is lost, or ctx ends; it then does not wait
-// for a running function. Serve may be called again, for another session.
+// closed, or ctx ends, and returns nil. It returns an error with the reason when the session fails, the controller is lost, or
+// ctx ends; it then does not wait for a running function. Serve may be called again, for another session.
 //
 // A controller whose program ends (Node.Shutdown, or Python's stop()) ends its session as Shutdown does. While no session
 // is open, Serve ends if no worker can open one: with an error that wraps postoffice.ErrFinished if the programs of all

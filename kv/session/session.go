@@ -210,6 +210,7 @@ func notify(a *kv.SimpleApp, want int32, body []byte, id int) (finish func(ctx c
 			select {
 			case <-time.After(notifyPause(time.Since(begun))):
 			case <-ctx.Done():
+				_, _ = send() // the node may be back since the last attempt
 				return
 			}
 			c, err = send()
