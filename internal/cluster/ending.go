@@ -25,7 +25,6 @@ const (
 const (
 	endingRepeat    = time.Second // the pause after the first message; each pause is twice the one before
 	maxEndingRepeat = 8 * time.Second
-	endingWait      = 100 * time.Millisecond // for the first messages: the node may leave at once, and some may need a connection
 )
 
 // programEnds has the ends of programs that a node knows of.
@@ -37,6 +36,7 @@ type programEnds struct {
 	call       string                // the call in which this node's program waits at its end, "" if none
 	waiting    int                   // number of such calls: several goroutines may wait; EndsAnyway adds 1
 	stopRepeat chan struct{}         // closed to end the repeats; nil unless this is a worker that waits
+	notified   chan struct{}         // closed when the first messages have been sent; nil if this is no worker that has waited
 	onEnding   []*func()             // see App.OnEnding
 	workers    map[int]workerMessage // the last messages of workers, by id
 	watchers   []*func(id int)
@@ -128,16 +128,26 @@ func (n *Node) startEnding(call string) {
 		(*f)()
 	}
 	if n.role == van.Worker {
-		told := make(chan struct{})
+		told, notified := make(chan struct{}), make(chan struct{})
 		n.ending.mu.Lock()
-		n.ending.stopRepeat = told
+		n.ending.stopRepeat, n.ending.notified = told, notified
 		n.ending.mu.Unlock()
-		notified := make(chan struct{})
 		go n.repeatEnding(told, notified)
-		select {
-		case <-notified:
-		case <-time.After(endingWait):
-		}
+	}
+}
+
+// awaitNotices waits until the first messages to the servers have been sent, if the program's wait has ended with an error: the node may
+// leave next.
+func (n *Node) awaitNotices(err error) {
+	n.ending.mu.Lock()
+	notified := n.ending.notified
+	n.ending.mu.Unlock()
+	if err == nil || notified == nil {
+		return
+	}
+	select {
+	case <-notified:
+	case <-time.After(lingerTime):
 	}
 }
 

@@ -153,6 +153,24 @@ func TestEndBehindAConnection(t *testing.T) {
 	}
 }
 
+// TestNoticeBeforeLeaving: a worker whose Shutdown ends at once, and that has sent nothing before, notifies its server.
+func TestNoticeBeforeLeaving(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("worker", 0)})
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		if isEnd(m) {
+			<-time.After(100 * time.Millisecond) // as for the first connection
+		}
+		return hooks.Pass
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := c.Workers[0].Shutdown(ctx); err == nil {
+		t.Error("Shutdown of one node has ended well")
+	}
+	vantest.Eventually(t, 20*time.Second, "the end is known", func() bool { return core(c.Servers[0]).App().HasEnded(int(c.Workers[0].ID())) })
+}
+
 // TestReplacementOfAnEndedWorker: the process that replaces a worker whose program had ended has not ended.
 func TestReplacementOfAnEndedWorker(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2})
