@@ -138,10 +138,10 @@ func (n *Node) startEnding(call string) {
 
 // awaitNotices waits until the first messages to the servers have been sent, if the program's wait has ended with an error: the node may
 // leave next.
-func (n *Node) awaitNotices(err error) {
-	n.ending.mu.Lock()
-	notified := n.ending.notified
-	n.ending.mu.Unlock()
+func (e *programEnds) awaitNotices(err error) {
+	e.mu.Lock()
+	notified := e.notified
+	e.mu.Unlock()
 	if err == nil || notified == nil {
 		return
 	}

@@ -104,7 +104,7 @@ func (n *Node) InstanceBarrier(ctx context.Context, customer, group int) error {
 func (n *Node) StopBarrier(ctx context.Context) error {
 	n.startEnding("stop()")
 	err := n.control.await(ctx, "stop barrier", func(t time.Duration) (int, error) { return n.control.machine.StopBarrier(t, 0) })
-	n.awaitNotices(err)
+	n.ending.awaitNotices(err)
 	n.stopEnding(err)
 	return err
 }
@@ -122,7 +122,7 @@ func (n *Node) Shutdown(ctx context.Context) error {
 	n.lifetime.leaveOnce(func() error {
 		n.startEnding("Finalize")
 		err := n.control.await(ctx, "leave the cluster", func(t time.Duration) (int, error) { return n.control.machine.Finalize(t, 0) })
-		n.awaitNotices(err)
+		n.ending.awaitNotices(err)
 		return errors.Join(err, n.leave(ctx, lingerTime))
 	})
 	return n.lifetime.finalErr
