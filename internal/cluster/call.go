@@ -89,8 +89,8 @@ func (c Call) Done() <-chan struct{} {
 	return r.ended
 }
 
-// KeepSent keeps the sent request valid at its receivers if the call ends without an answer: it is not canceled there, and its handlers
-// run. The transport must have copied what was sent, since nobody waits until it has left.
+// KeepSent keeps the sent request valid at its receivers if the call ends without an answer: no cancellation is sent.
+// Use it only if the transport copies what is sent: nobody waits until it has left.
 func (c Call) KeepSent() {
 	if c.c == nil {
 		return
