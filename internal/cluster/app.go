@@ -65,8 +65,8 @@ func (a App) Rarely(cause string) *slog.Logger { return a.rarely(cause) }
 func (a App) PausedRead(id, bytes int, text string) { a.pausedRead(id, bytes, text) }
 
 // Poll receives on the caller's goroutine, if the van can, until done returns true or no message has arrived for a
-// short time. Handlers run on it, too, and must not block, except those of requests to a
-// worker, which run on another goroutine. While a queue exceeds its limit, Poll returns at once.
+// short time. Handlers run on it, too, and must not block, except those of requests to a worker, which run on another
+// goroutine. While a queue exceeds its limit, Poll returns at once.
 func (a App) Poll(done func() bool) {
 	if !a.apps.overfull.Load() {
 		a.transport.stack.Poll(done)

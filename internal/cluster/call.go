@@ -89,8 +89,8 @@ func (c Call) Done() <-chan struct{} {
 	return r.ended
 }
 
-// KeepSent keeps the sent request valid at its receivers if the call ends without an answer: no cancellation is sent.
-// Use it only if the transport copies what is sent: nobody waits until it has left.
+// KeepSent keeps the sent request valid at its receivers if the call ends without an answer: no cancellation is sent. The
+// caller must not use the memory of the request again, unless the transport has copied it.
 func (c Call) KeepSent() {
 	if c.c == nil {
 		return

@@ -1,7 +1,7 @@
 package cluster
 
-// This file owns the requests that an application has accepted and not answered yet: their contexts, their cancellations, and the shutdown of a server,
-// which waits for their answers.
+// This file owns the requests that an application has accepted and not answered yet: their contexts, their cancellations, and the
+// shutdown of a server, which waits for their answers.
 
 import (
 	"context"
@@ -19,7 +19,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Inbound has, for each sender, the accepted requests and the recent cancellations of an application. Senders share no lock. Inbound is safe for concurrent use.
+// Inbound has, for each sender, the accepted requests and the recent cancellations of an application. Senders share no lock. Inbound is
+// safe for concurrent use.
 type Inbound struct {
 	self      *nodeInfo
 	processes *processes

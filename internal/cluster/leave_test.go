@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -89,14 +88,13 @@ func TestLeaveWaitsForDeliveries(t *testing.T) {
 							t.Errorf("a customer that is made while the node leaves: %v, want %v", err, van.ErrClosed)
 						}
 					}}
-					entered := make(chan struct{})
-					var returned atomic.Bool
+					entered, returned := make(chan struct{}), make(chan struct{})
 					deliver(n, func() {
 						if _, err := n.App().AddCustomer(7, 7, func(*van.Message) {
 							close(entered)
 							<-n.App().Ended()
-							time.Sleep(runs)
-							returned.Store(true)
+							<-time.After(runs) // its work; the clock is that of synctest
+							close(returned)
 						}); err != nil {
 							t.Error(err)
 						}
@@ -106,10 +104,16 @@ func TestLeaveWaitsForDeliveries(t *testing.T) {
 					if err := n.close(lingerTime); err != nil {
 						t.Error(err)
 					}
-					if d := time.Since(start); d != min(runs, lingerTime) || returned.Load() != (runs < lingerTime) {
-						t.Errorf("Close has returned after %s, and the handler: %t; the handler runs for %s, the limit is %s", d, returned.Load(), runs, lingerTime)
+					d, early := time.Since(start), false
+					select {
+					case <-returned:
+					default:
+						early = true
 					}
-					time.Sleep(runs) // until the handler has returned
+					if d != min(runs, lingerTime) || early != (runs > lingerTime) {
+						t.Errorf("Close has returned after %s, before the handler: %t; the handler runs for %s, the limit is %s", d, early, runs, lingerTime)
+					}
+					<-returned
 				})
 			})
 		}

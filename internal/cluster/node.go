@@ -100,7 +100,8 @@ func (n *Node) InstanceBarrier(ctx context.Context, customer, group int) error {
 
 // StopBarrier is the instance barrier over all nodes that a program calls before
 // Shutdown. The scheduler and servers may call it as soon as they have started, so it has
-// no limit of its own: it waits as long as a live member is missing.
+// no limit of its own: it waits as long as a live member is missing. If it fails on a worker, it returns when the servers were
+// notified that the program ends, lingerTime later at most.
 func (n *Node) StopBarrier(ctx context.Context) error {
 	n.startEnding("stop()")
 	err := n.control.await(ctx, "stop barrier", func(t time.Duration) (int, error) { return n.control.machine.StopBarrier(t, 0) })

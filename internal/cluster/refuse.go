@@ -29,8 +29,8 @@ var refusalKinds = [...]struct {
 // errUnanswered: a request was processed, but the transport has not taken its answer.
 var errUnanswered = errors.New("the request was processed, but its answer was not sent")
 
-// Unanswered wraps err, the transport's error for the answer to a batch or a push. The worker's error
-// does not match the errors of requests that were not processed, since a worker may repeat those.
+// Unanswered wraps err, the transport's error for the answer to a batch or a push. The worker's error does not match the errors of
+// requests that were not processed, since a worker may repeat those.
 func Unanswered(err error) error { return fmt.Errorf("%w: %w", errUnanswered, err) }
 
 // RefusalReason returns the reason to refuse a request that a server cannot process: why, if it matches van.ErrInvalid, ErrQueueFull or

@@ -106,6 +106,25 @@ func TestOpenWhileServeEnds(t *testing.T) {
 	works(t, s2, ends{next})
 }
 
+// endsWithServe tests that a session fails because the Serve of rank 0 has ended.
+func endsWithServe(t *testing.T, s *session.Session) {
+	t.Helper()
+	select {
+	case <-s.Failed():
+	case <-limit(t).Done():
+		t.Fatal("the controller was not notified that Serve has ended")
+	}
+	vantest.Fails(t, s.Err(), van.ErrPeerLost, "rank 0", "its Serve has ended")
+}
+
+// endsWithController tests that the Serve of a rank ends because the controller has ended the session.
+func endsWithController(t *testing.T, ended ends) {
+	t.Helper()
+	if err := ended.all(t)[0]; err == nil || !strings.Contains(err.Error(), "the controller has ended the session") {
+		t.Errorf("Serve: %v, want the end by the controller", err)
+	}
+}
+
 // TestLeaveForALoss: a rank whose Serve ends because its program has lost another peer notifies the controller, which is
 // not lost.
 func TestLeaveForALoss(t *testing.T) {
@@ -117,12 +136,7 @@ func TestLeaveForALoss(t *testing.T) {
 	s := open(t, c)
 	leave(fmt.Errorf("%w: rank 1 of a communicator", van.ErrPeerLost))
 	vantest.Fails(t, <-ended, van.ErrPeerLost, "rank 1 of a communicator")
-	select {
-	case <-s.Failed():
-	case <-limit(t).Done():
-		t.Fatal("the controller was not notified that Serve has ended")
-	}
-	vantest.Fails(t, s.Err(), van.ErrPeerLost, "rank 0", "its Serve has ended")
+	endsWithServe(t, s)
 }
 
 // TestNoticesWithFullQueues: the notice that a session has ended reaches the other side although the send queue is full
@@ -142,18 +156,11 @@ func TestNoticesWithFullQueues(t *testing.T) {
 			hook.OnSend(once(head, true, hooks.Refuse(van.ErrQueueFull)))
 			if name == "worker" {
 				s.Close()
-				if err := (ends{ended}).all(t)[0]; err == nil || !strings.Contains(err.Error(), "the controller has ended the session") {
-					t.Errorf("Serve: %v, want the end by the controller", err)
-				}
+				endsWithController(t, ends{ended})
 				return
 			}
 			leave()
-			select {
-			case <-s.Failed():
-			case <-limit(t).Done():
-				t.Fatal("the controller was not notified that Serve has ended")
-			}
-			vantest.Fails(t, s.Err(), van.ErrPeerLost, "its Serve has ended")
+			endsWithServe(t, s)
 		})
 	}
 }
@@ -208,21 +215,14 @@ func TestNoticesBehindASlowHandler(t *testing.T) {
 				s.Close()
 				asks(t, c.Workers[0], c.Servers[0])
 				hook.DeliverKept()
-				if err := (ends{ended}).all(t)[0]; err == nil || !strings.Contains(err.Error(), "the controller has ended the session") {
-					t.Errorf("Serve: %v, want the end by the controller", err)
-				}
+				endsWithController(t, ends{ended})
 				return
 			}
 			leave()
 			<-ended
 			asks(t, c.Servers[0], c.Workers[0])
 			hook.DeliverKept()
-			select {
-			case <-s.Failed():
-			case <-limit(t).Done():
-				t.Fatal("the controller was not notified that Serve has ended")
-			}
-			vantest.Fails(t, s.Err(), van.ErrPeerLost, "its Serve has ended")
+			endsWithServe(t, s)
 		})
 	}
 }

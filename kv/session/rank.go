@@ -120,7 +120,7 @@ func (r *Rank) Serve(ctx context.Context) error {
 		return err
 	}
 	defer a.Close()
-	resultsClosed := make(chan struct{}) // closed when all results are closed
+	resultsClosed := make(chan struct{})
 	go func() {
 		defer close(resultsClosed)
 		s.run()
