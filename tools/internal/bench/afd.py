@@ -56,7 +56,7 @@ class Place:
             torch.cuda.current_stream().synchronize()
 
     def throttle(self):
-        """Waits until at most AHEAD calls' work is queued."""
+        """Waits until at most AHEAD rounds are queued."""
         if self.gpu:
             self.marks.append(torch.cuda.Event())
             self.marks[-1].record()
@@ -78,7 +78,8 @@ class Place:
 
 
 class Computation:
-    """The computation of a layer and micro-batch: matrix products on a GPU, a loop on a CPU."""
+    """The computation of a layer and micro-batch: matrix products on a GPU, a loop on a CPU. On a GPU it is replayed as a graph, as
+    engines do: queueing its kernels one by one takes as long as short computations."""
 
     def __init__(self, place):
         self.place, self.tensors = place, {}
@@ -212,6 +213,7 @@ class End:
     def __init__(self, place, groups):
         self.place, self.groups, self.computation, self.made = place, groups, Computation(place), {}
         self.wrong = place.zeros(1, dtype=torch.bool)
+        self.whole = False  # a graph has the whole decode step
 
     def exchange(self, form, steps, i, out, into):
         """The exchange i of a form. out and into are lists of a tensor for each peer."""
@@ -238,6 +240,24 @@ class End:
         self.made[at] = x
         return x
 
+    def capture(self, amount):
+        """Captures the computations of a decode step, unless it was done before. Meanwhile no exchange may be in flight."""
+        wrong = self.wrong.clone()
+        for m in NUMBERS if self.place.gpu else ():
+            for full in (True, False):
+                key = "compute", m, amount, full
+                if key not in self.place.graphs:
+                    self.place.replay(key, lambda: self.work(m, amount, full, 0))
+        self.wrong.copy_(wrong)
+
+    def compute(self, m, amount, full, start=None):
+        """The computation of a micro-batch. A part of it, full = False, is also done without a received tensor of this end."""
+        graph = None if self.whole else self.place.graphs.get(("compute", m, amount, full))
+        if graph:
+            graph.replay()
+        else:
+            self.work(m, amount, full, start or now())
+
     def settle(self, form, exchanges):
         """Waits for the queued work, and raises the errors of it."""
         self.place.finish()
@@ -248,13 +268,14 @@ class End:
 
     def alone(self, amount, n):
         """Times n times the computations of a decode step."""
+        self.capture(amount)
         ns, wrong = [], self.wrong.clone()
         for _ in range(n):
             self.place.finish()
             start = now()
             for _ in range(LAYERS):
                 for m in NUMBERS:
-                    self.compute(m, amount, self.own)
+                    self.compute(m, amount, True)
             self.place.finish()
             ns.append(now() - start)
         self.wrong.copy_(wrong)
@@ -278,7 +299,6 @@ class Worker(End):
         self.push_places, self.pull_places = [places(self.pushes[m : m + 1]) for m in NUMBERS], [places(self.pulls[m]) for m in NUMBERS]
         self.differs = torch.zeros_like(places(self.pull), dtype=torch.bool)
         self.wrong = torch.zeros_like(self.differs)
-        self.own = True
 
     def produce(self, m):
         self.value.add_(1)
@@ -289,9 +309,8 @@ class Worker(End):
         torch.ne(self.pull_places[m], self.want[m], out=self.differs)
         self.wrong.logical_or_(self.differs)
 
-    def compute(self, m, amount, consume):
-        start = now()
-        if consume:
+    def work(self, m, amount, full, start):
+        if full:
             self.consume(m)
         self.produce(m)
         self.computation.run(amount, start)
@@ -345,6 +364,8 @@ class Worker(End):
 
     def steps(self, form, amount, n):
         """Times n decode steps."""
+        self.capture(amount)
+        self.whole = form == "graphs"
         every = [self.exchange(form, True, m, [self.pushes[m]] * SERVERS, list(self.pulls[m])) for m in NUMBERS]
 
         def work():
@@ -399,16 +420,17 @@ class Server(End):
         self.out_places = [[places(of[w : w + 1]) for w in range(WORKERS)] for of in self.outs]
         self.wrong = torch.zeros_like(places(self.push)[:1], dtype=torch.bool)
         self.differs = torch.zeros_like(self.wrong)
-        self.own = None
 
-    def compute(self, m, amount, pushes):
-        """Checks the pushes of all workers, makes their answers, and computes."""
-        start = now()
-        for worker, out in enumerate(self.out_places[m]):
-            push = self.pushes[m][worker] if pushes is None else pushes[worker]
+    def reply(self, m, pushes):
+        """Checks the pushes of all workers, and makes their answers."""
+        for push, out in zip(pushes, self.out_places[m]):
             torch.ne(places(push.reshape(1, PUSH)), push[:1], out=self.differs)
             self.wrong.logical_or_(self.differs)
             torch.add(push[:1].expand_as(out), 1 + OWN, out=out)
+
+    def work(self, m, amount, full, start):
+        if full:
+            self.reply(m, self.pushes[m])
         self.computation.run(amount, start)
 
     def trips(self, form, n):
@@ -432,7 +454,8 @@ class Server(End):
                 self.place.replay(("trip", i & 1), lambda: work(both[i & 1]))
             else:
                 work(both[i & 1])
-            self.place.throttle()
+            if form != "hosts":
+                self.place.throttle()
         self.settle(form, both)
         return [0] * n
 
@@ -451,6 +474,8 @@ class Server(End):
         return []
 
     def steps(self, form, amount, n):
+        self.capture(amount)
+        self.whole = form == "graphs"
         if form in MESSAGES:
             self.serve_batches(amount, n * LAYERS)
             self.settle(form, [])
@@ -463,7 +488,7 @@ class Server(End):
             for layer in range(LAYERS):
                 for m, x in enumerate(every):
                     x.receive()
-                    self.compute(m, amount, None)
+                    self.compute(m, amount, True)
                     x.send()
                     if layer + 1 < LAYERS:
                         x.post()
@@ -491,7 +516,9 @@ class Server(End):
                 del tensors
                 if len(waiting[m]) < WORKERS:
                     continue
-                self.compute(m, amount, [waiting[m][w][1] for w in range(WORKERS)])
+                start = now()
+                self.reply(m, [waiting[m][w][1] for w in range(WORKERS)])
+                self.compute(m, amount, False, start)
                 for w in range(WORKERS):
                     f.respond([self.outs[m][w]], waiting[m][w][0], True)
                 waiting[m].clear()
