@@ -44,7 +44,6 @@ type fakeDriver struct {
 	mode     map[int]int32
 	retained map[int]int
 	mem      map[uintptr][]byte // device memory by base address
-	host     map[uintptr][]byte // pinned by us
 	register map[uintptr]int
 	streams  map[uintptr]*fakeStream
 	events   map[uintptr]*fakeEvent
@@ -69,7 +68,7 @@ type fakeEvent struct{ latest *atomic.Bool }
 
 func newFake(devices int) *fakeDriver {
 	return &fakeDriver{devices: devices, fails: map[string]int{}, calls: map[string]int{}, current: map[int][]uintptr{},
-		mode: map[int]int32{}, retained: map[int]int{}, mem: map[uintptr][]byte{}, host: map[uintptr][]byte{},
+		mode: map[int]int32{}, retained: map[int]int{}, mem: map[uintptr][]byte{},
 		register: map[uintptr]int{}, streams: map[uintptr]*fakeStream{}, events: map[uintptr]*fakeEvent{},
 		opened: map[uintptr]int{}, blocked: map[int]*atomic.Bool{}, next: 0x100}
 }
@@ -121,7 +120,7 @@ func (f *fakeDriver) leaks() []string {
 			l = append(l, fmt.Sprintf("%d mapped %s", n, what))
 		}
 	}
-	for what, n := range map[string]int{"device allocations": len(f.mem), "host allocations": len(f.host), "registrations": len(f.register),
+	for what, n := range map[string]int{"device allocations": len(f.mem), "registrations": len(f.register),
 		"modules": f.modules, "streams": len(f.streams), "events": len(f.events), "imports": len(f.opened)} {
 		if n > 0 {
 			l = append(l, fmt.Sprintf("%d %s", n, what))
@@ -280,20 +279,6 @@ func (f *fakeDriver) memFree(p uintptr) error {
 		return err
 	}
 	return f.freeIn(f.mem, p)
-}
-
-func (f *fakeDriver) hostAlloc(n int) (unsafe.Pointer, error) {
-	if err := f.call("hostAlloc", true); err != nil {
-		return nil, err
-	}
-	return pointer(f.allocIn(f.host, n)), nil
-}
-
-func (f *fakeDriver) hostFree(p unsafe.Pointer) error {
-	if err := f.frees("hostFree"); err != nil {
-		return err
-	}
-	return f.freeIn(f.host, uintptr(p))
 }
 
 func (f *fakeDriver) hostRegister(p unsafe.Pointer, n int) error {

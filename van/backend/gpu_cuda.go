@@ -125,8 +125,6 @@ func (cudaMemory) memFree(addr uintptr) error {
 	return fail("cuMemFree", cu.MemFree(cu.DevicePtr(addr)))
 }
 
-func (cudaMemory) hostFree(p unsafe.Pointer) error { return fail("cuMemFreeHost", cu.MemFreeHost(p)) }
-
 func (cudaStreams) streamCreate() (uintptr, error) {
 	s, err := cu.MakeStream(cu.NonBlocking)
 	return *(*uintptr)(unsafe.Pointer(&s)), fail("cuStreamCreate", err)

@@ -121,11 +121,6 @@ func (cudaDevices) leave(s driverState) error {
 	return result(callLeave, int(C.stepaf_leave(C.int32_t(s.mode), pushed)))
 }
 
-func (cudaMemory) hostAlloc(n int) (p unsafe.Pointer, err error) {
-	r := C.cuMemHostAlloc(&p, C.size_t(n), C.CU_MEMHOSTALLOC_PORTABLE|C.CU_MEMHOSTALLOC_DEVICEMAP)
-	return p, result("cuMemHostAlloc", int(r))
-}
-
 func (cudaMemory) hostRegister(p unsafe.Pointer, n int) error {
 	r := C.cuMemHostRegister(p, C.size_t(n), C.CU_MEMHOSTREGISTER_PORTABLE|C.CU_MEMHOSTREGISTER_DEVICEMAP)
 	return result("cuMemHostRegister", int(r))

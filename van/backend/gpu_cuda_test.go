@@ -451,6 +451,7 @@ func TestCUDACloseWhileAStreamWaits(t *testing.T) {
 	}
 	g := b.(*gpu)
 	must[Mem](t)(g.Alloc(5000))
+	kept := must[Mem](t)(g.AllocPinned(5000))
 	stream := must[uintptr](t)(other.NewStream())
 	page := must[Mem](t)(other.AllocPinned(8))
 	clear(page.Host())
@@ -465,6 +466,10 @@ func TestCUDACloseWhileAStreamWaits(t *testing.T) {
 	}
 	word.Store(1)
 	settle(t, other, stream)
+	if err := g.Close(); err != nil {
+		t.Error(err)
+	}
+	kept.Host()[4999] = 1 // a Mem stays readable and writable
 }
 
 // TestCUDASignals: the kernels hand over between a stream and the CPU.

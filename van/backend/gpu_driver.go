@@ -53,8 +53,6 @@ type memoryDriver interface {
 	memInfo() (free, total int64, err error)
 	memAlloc(n int) (uintptr, error)
 	memFree(addr uintptr) error
-	hostAlloc(n int) (unsafe.Pointer, error)
-	hostFree(p unsafe.Pointer) error
 	hostRegister(p unsafe.Pointer, n int) error
 	hostUnregister(p unsafe.Pointer) error
 	hostDeviceAddr(p unsafe.Pointer) (uintptr, error)

@@ -36,7 +36,7 @@ type flagPool struct {
 	all     []*flag
 	free    []*flag
 	pending []*flag // given back before their write has arrived
-	pages   []unsafe.Pointer
+	pages   [][]byte
 }
 
 const (
@@ -50,18 +50,17 @@ func (p *flagPool) take() (*flag, error) {
 	defer p.mu.Unlock()
 	p.reclaim()
 	if len(p.free) == 0 {
-		page, err := p.d.hostAlloc(flagPage)
+		page, err := pinNew(p.d, flagPage)
 		if err != nil {
 			return nil, err
 		}
-		addr, err := p.d.hostDeviceAddr(page)
+		addr, err := p.d.hostDeviceAddr(unsafe.Pointer(&page[0]))
 		if err != nil {
-			return nil, errors.Join(err, p.d.hostFree(page))
+			return nil, errors.Join(err, unpin(p.d, page))
 		}
 		p.pages = append(p.pages, page)
-		clear(unsafe.Slice((*byte)(page), flagPage))
 		for off := 0; off < flagPage; off += flagStride {
-			f := &flag{word: (*atomic.Uint32)(unsafe.Add(page, off)), addr: addr + uintptr(off)}
+			f := &flag{word: (*atomic.Uint32)(unsafe.Pointer(&page[off])), addr: addr + uintptr(off)}
 			p.all, p.free = append(p.all, f), append(p.free, f)
 		}
 	}
@@ -144,6 +143,6 @@ func (p *flagPool) probe() error {
 // close frees all. No write may be queued. The context is current.
 func (p *flagPool) close(note func(op string, err error)) {
 	for _, page := range p.pages {
-		note("Close: free host memory", p.d.hostFree(page))
+		note("Close: free host memory", unpin(p.d, page))
 	}
 }

@@ -4,9 +4,12 @@ package backend
 
 import (
 	"fmt"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"unsafe"
+
+	"golang.org/x/sys/unix"
 )
 
 // deviceMemory is what Alloc returned and Free has not got back.
@@ -113,7 +116,8 @@ type hostMem struct {
 	n      int
 	addr   uintptr // of ptr, for the device
 	caller any     // the owner of registered memory
-	ours   bool    // from AllocPinned, not registered
+	pages  []byte  // of AllocPinned; otherwise nil
+	unmap  runtime.Cleanup
 	held   atomic.Int32
 }
 
@@ -144,17 +148,41 @@ func (a *hostMemory) AllocPinned(n int) (Mem, error) {
 	if n == 0 {
 		return Mem{size: extentOf(0, Host)}, nil
 	}
-	h := &hostMem{c: a.c, n: n, ours: true}
+	h := &hostMem{c: a.c, n: n}
 	err := a.c.with(fmt.Sprintf("AllocPinned of %d bytes", n), func() (err error) {
-		if h.ptr, err = a.d.hostAlloc(n); err != nil {
+		if h.pages, err = pinNew(a.d, n); err != nil {
 			return err
 		}
+		h.ptr = unsafe.Pointer(&h.pages[0])
+		h.unmap = runtime.AddCleanup(h, func(b []byte) { _ = unix.Munmap(b) }, h.pages)
 		return a.keep(h)
 	})
 	if err != nil {
 		return Mem{}, err
 	}
 	return At(h.ptr, n, Host, h), nil
+}
+
+// pinNew maps n bytes of host memory and pins them. The memory is not the driver's, so it can outlive the backend. It is shared,
+// since a fork would give this process other pages than the device's when it writes to private ones.
+func pinNew(d memoryDriver, n int) ([]byte, error) {
+	b, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_ANONYMOUS|unix.MAP_POPULATE)
+	if err != nil {
+		return nil, fmt.Errorf("mmap of %d bytes: %w: %w", n, ErrNoMemory, err)
+	}
+	if err := d.hostRegister(unsafe.Pointer(&b[0]), n); err != nil {
+		_ = unix.Munmap(b)
+		return nil, err
+	}
+	return b, nil
+}
+
+// unpin ends a pinNew. Memory that the driver does not give back stays mapped.
+func unpin(d memoryDriver, b []byte) error {
+	if err := d.hostUnregister(unsafe.Pointer(&b[0])); err != nil {
+		return err
+	}
+	return unix.Munmap(b)
 }
 
 // FreePinned releases memory of AllocPinned.
@@ -216,11 +244,13 @@ func (a *hostMemory) keep(h *hostMem) error {
 	return nil
 }
 
+// free unpins h, and unmaps pages of AllocPinned.
 func (a *hostMemory) free(h *hostMem) error {
-	if h.ours {
-		return a.d.hostFree(h.ptr)
+	if h.pages == nil {
+		return a.d.hostUnregister(h.ptr)
 	}
-	return a.d.hostUnregister(h.ptr)
+	h.unmap.Stop()
+	return unpin(a.d, h.pages)
 }
 
 func (a *hostMemory) drop(op string, m Mem, ours bool) error {
@@ -231,7 +261,7 @@ func (a *hostMemory) drop(op string, m Mem, ours bool) error {
 		a.mu.Lock()
 		h := a.hosts[uintptr(m.ptr)]
 		switch {
-		case h == nil || h.n != m.Len() || h.ours != ours:
+		case h == nil || h.n != m.Len() || (h.pages != nil) != ours:
 			a.mu.Unlock()
 			return a.c.invalid("%s of %d bytes at %#x: not what was given out, or given back before", op, m.Len(), uintptr(m.ptr))
 		case h.held.Load() > 0:
@@ -252,10 +282,10 @@ func (a *hostMemory) held() (bytes int) {
 	return bytes
 }
 
-// close unpins what is left. The context is current.
+// close unpins what is left. Pages of AllocPinned stay mapped while there is a Mem of them. The context is current.
 func (a *hostMemory) close(note func(op string, err error)) {
 	for _, h := range a.hosts {
-		note("Close: free host memory", a.free(h))
+		note("Close: free host memory", a.d.hostUnregister(h.ptr))
 	}
 	a.hosts = nil
 }

@@ -2,7 +2,12 @@ package backend
 
 import (
 	"errors"
+	"os"
+	"runtime"
 	"testing"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 )
@@ -27,10 +32,10 @@ func TestPinned(t *testing.T) {
 	wantError(t, g.FreePinned(m), nil, "given back before")
 	_, err = g.AllocPinned(-1)
 	wantError(t, err, nil, "AllocPinned(-1)")
-	f.fail("hostAlloc", codeOutOfMemory)
+	f.fail("hostRegister", codeOutOfMemory)
 	_, err = g.AllocPinned(8)
 	wantError(t, err, ErrNoMemory, "AllocPinned of 8 bytes")
-	f.fail("hostAlloc", 0)
+	f.fail("hostRegister", 0)
 	f.fail("hostDeviceAddr", 999)
 	_, err = g.AllocPinned(8)
 	wantError(t, err, nil, "hostDeviceAddr")
@@ -38,6 +43,42 @@ func TestPinned(t *testing.T) {
 	if _, err := g.AllocPinned(8); err != nil { // left for Close
 		t.Error(err)
 	}
+}
+
+// TestPinnedMemoryOutlivesItsBackend: what was got before Close can be read after it, and is unmapped with its last Mem.
+func TestPinnedMemoryOutlivesItsBackend(t *testing.T) {
+	f := newFake(1)
+	g := open(t, f)
+	m, err := g.AllocPinned(100)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.Host()[99] = 7
+	at := uintptr(m.Addr())
+	if err := g.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if l := f.leaks(); len(l) > 0 {
+		t.Errorf("left behind: %v", l)
+	}
+	if got := m.Host()[99]; got != 7 {
+		t.Errorf("%d in the last byte, want 7", got)
+	}
+	runtime.KeepAlive(m.owner)
+	m = Mem{}
+	for n := 0; mapped(at); n++ {
+		if runtime.GC(); n == 1000 {
+			t.Fatal("the memory is still mapped")
+		}
+	}
+}
+
+// mapped reports whether the page at addr is mapped.
+func mapped(addr uintptr) bool {
+	page := uintptr(os.Getpagesize())
+	var in [1]byte
+	_, _, errno := unix.Syscall(unix.SYS_MINCORE, addr&^(page-1), page, uintptr(unsafe.Pointer(&in)))
+	return errno == 0
 }
 
 type counter struct{ n int }

@@ -103,7 +103,7 @@ func TestOpenErrors(t *testing.T) {
 		{"canAccessPeer", 999, 0, ErrUnavailable, "canAccessPeer"},
 		{"retain", codeOutOfMemory, 0, ErrNoMemory, "primary context: retain: FAKE_2 (2)"},
 		{"streamCreate", 999, 0, nil, "streamCreate"},
-		{"hostAlloc", codeOutOfMemory, 0, ErrNoMemory, "hostAlloc"},
+		{"hostRegister", codeOutOfMemory, 0, ErrNoMemory, "hostRegister"},
 		{"hostDeviceAddr", 999, 0, nil, "hostDeviceAddr"},
 		{"enter", 999, 0, nil, "enter"},
 	} {
