@@ -58,6 +58,7 @@ type exchangeMemory struct {
 	begun  backend.Mem         // flag in pinned host memory: a round has begun; empty without a limit
 	void   backend.Mem         // flag in pinned host memory: sends are invalid
 	sends  []backend.FlagWrite // the words that a send writes, in this order; nil before the first
+	copies []backend.GatedCopy // of a receive; nil before the first
 }
 
 // peerMemory is the memory that an end and one of its peers share.
@@ -136,7 +137,7 @@ func (w *exchangeMemory) make(b backend.Backend, first, limited bool) (flags fla
 	// Loading the kernel can wait for all streams, so it is not left to the first receive. The kernel waits for the
 	// token, which is not 0: a peer that ends early closes its gate, and the release stream must not wait for that.
 	if !m.loaded {
-		if err := m.dev.CopyGated(w.slot.Sub(0, 0), w.slot.Sub(0, 0), w.slot.Sub(0, gpusync.FlagLen), m.release); err != nil {
+		if err := m.dev.CopyGated([]backend.GatedCopy{{Dst: w.slot.Sub(0, 0), Src: w.slot.Sub(0, 0), Gate: w.slot.Sub(0, gpusync.FlagLen)}}, m.release); err != nil {
 			return flags, err
 		}
 		m.loaded = true
@@ -239,7 +240,7 @@ func (w *exchangeMemory) copyPrivate(s uintptr) error {
 	for _, c := range w.copied {
 		var err error
 		if to := c.to.Mem().Sub(0, c.src.Len()); gate.Len() > 0 {
-			err = w.m.dev.CopyGated(to, c.src, gate, s)
+			err = w.m.dev.CopyGated([]backend.GatedCopy{{Dst: to, Src: c.src, Gate: gate}}, s)
 		} else { // an exchange by hosts, whose streams never wait for a peer
 			err = w.m.dev.CopyAsync(to, c.src, s)
 		}
@@ -269,20 +270,21 @@ func (w *exchangeMemory) send(s uintptr) error {
 	return w.m.dev.WriteFlags(s, w.sends)
 }
 
-// receive queues a receive in stream s.
+// receive queues a receive in stream s: it waits for all peers, and copies from all at the same time.
 func (w *exchangeMemory) receive(s uintptr) error {
 	for i := range w.peers {
-		l := &w.peers[i]
-		if err := w.m.dev.WaitBits(s, l.flag.Mem, gpusync.Either); err != nil {
+		if err := w.m.dev.WaitBits(s, w.peers[i].flag.Mem, gpusync.Either); err != nil {
 			return err
 		}
-		for k, m := range l.to {
-			if err := w.m.dev.CopyGated(m, l.from[k], l.gate.Mem, s); err != nil {
-				return err
+	}
+	if w.copies == nil {
+		for i := range w.peers {
+			for k, l := 0, &w.peers[i]; k < len(l.to); k++ {
+				w.copies = append(w.copies, backend.GatedCopy{Dst: l.to[k], Src: l.from[k], Gate: l.gate.Mem})
 			}
 		}
 	}
-	return nil
+	return w.m.dev.CopyGated(w.copies, s)
 }
 
 // wait reports whether a round is under way according to the flags in device memory.

@@ -220,11 +220,13 @@ func (q *streams) WaitBits(s uintptr, word backend.Mem, bits uint64) error {
 }
 
 // CopyGated implements backend.GatedCopier.
-func (q *streams) CopyGated(dst, src, gate backend.Mem, s uintptr) error {
-	if err := q.WaitBits(s, gate, math.MaxUint64); err != nil {
-		return err
+func (q *streams) CopyGated(copies []backend.GatedCopy, s uintptr) error {
+	for _, c := range copies {
+		if err := q.WaitBits(s, c.Gate, math.MaxUint64); err != nil {
+			return err
+		}
+		q.Queue(s, func() { move(c.Dst, c.Src) })
 	}
-	q.Queue(s, func() { move(dst, src) })
 	return nil
 }
 

@@ -138,12 +138,15 @@ type Signaller interface {
 	MapHost(m Mem) (Mem, error)
 }
 
+// GatedCopy is a copy of Src to Dst, both memory of the device, as soon as one of the 8 bytes of Gate is not 0.
+type GatedCopy struct{ Dst, Src, Gate Mem }
+
 // GatedCopier is implemented by backends whose streams copy with a kernel. A copy by a copy engine that waits for the
 // earlier work of its stream holds up the later copies of other streams.
 type GatedCopier interface {
-	// CopyGated makes stream copy src to dst, both memory of the device, as soon as one of the 8 bytes of gate is not 0. It
-	// may be captured into a graph. The first call loads the kernel, which can wait for all streams.
-	CopyGated(dst, src, gate Mem, stream uintptr) error
+	// CopyGated makes stream do the copies, in any order or at the same time. It may be captured into a graph. The first call
+	// loads the kernel, which can wait for all streams.
+	CopyGated(copies []GatedCopy, stream uintptr) error
 }
 
 // StreamBlocker is implemented by devices whose driver waits for all their streams before

@@ -497,7 +497,7 @@ func (f *fakeDriver) moduleFunction(_ uintptr, name string) (uintptr, error) {
 
 func counterAt(addr uintptr) *atomic.Int64 { return (*atomic.Int64)(pointer(addr)) }
 
-func (f *fakeDriver) launch(fn, s uintptr, g grid, a, b, c, d uintptr) error {
+func (f *fakeDriver) launch(fn, s, a, b uintptr) error {
 	return f.queue("launch", s, func() {
 		switch fakeFunctions[fn-1] {
 		case "stepaf_write":
@@ -510,13 +510,19 @@ func (f *fakeDriver) launch(fn, s uintptr, g grid, a, b, c, d uintptr) error {
 			}
 		case "stepaf_add":
 			counterAt(a).Add(1)
-		case "stepaf_copy":
-			f.waits.Add(1)
-			defer f.waits.Add(-1)
-			for counterAt(d).Load() == 0 {
+		}
+	})
+}
+
+func (f *fakeDriver) launchCopies(_, s uintptr, g grid, list kernelCopies) error {
+	return f.queue("launch", s, func() {
+		f.waits.Add(1)
+		defer f.waits.Add(-1)
+		for _, c := range list[:g.copies] {
+			for counterAt(c.gate).Load() == 0 {
 				clock.Sleep(minPause)
 			}
-			copy(unsafe.Slice((*byte)(pointer(a)), c), unsafe.Slice((*byte)(pointer(b)), c))
+			copy(unsafe.Slice((*byte)(pointer(c.dst)), c.n), unsafe.Slice((*byte)(pointer(c.src)), c.n))
 		}
 	})
 }

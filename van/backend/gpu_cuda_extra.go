@@ -230,8 +230,12 @@ func (cudaStreams) moduleFunction(m uintptr, name string) (uintptr, error) {
 	return uintptr(unsafe.Pointer(f)), result("cuModuleGetFunction", int(r))
 }
 
-func (cudaStreams) launch(f, s uintptr, g grid, a, b, c, d uintptr) error {
-	r := C.stepaf_launch(C.CUfunction(pointer(f)), C.uintptr_t(s), C.unsigned(g.blocks), C.unsigned(g.threads), C.uint64_t(a), C.uint64_t(b), C.uint64_t(c), C.uint64_t(d))
+func (cudaStreams) launch(f, s, a, b uintptr) error {
+	return result("cuLaunchKernel", int(C.stepaf_launch(C.CUfunction(pointer(f)), C.uintptr_t(s), C.uint64_t(a), C.uint64_t(b))))
+}
+
+func (cudaStreams) launchCopies(f, s uintptr, g grid, c kernelCopies) error {
+	r := C.stepaf_launch_copies(C.CUfunction(pointer(f)), C.uintptr_t(s), C.unsigned(g.blocks), C.unsigned(g.copies), C.unsigned(g.threads), *(*C.stepaf_copies)(unsafe.Pointer(&c)))
 	return result("cuLaunchKernel", int(r))
 }
 

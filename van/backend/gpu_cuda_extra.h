@@ -215,9 +215,16 @@ static CUresult stepaf_mem_access(uintptr_t addr, size_t n, int device) {
 	return cuMemSetAccess(addr, n, &d, 1);
 }
 
-static CUresult stepaf_launch(CUfunction f, uintptr_t s, unsigned blocks, unsigned threads, uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
-	void *args[] = {&a, &b, &c, &d};
-	return cuLaunchKernel(f, blocks, 1, 1, threads, 1, 1, 0, (CUstream)s, args, NULL);
+static CUresult stepaf_launch(CUfunction f, uintptr_t s, uint64_t a, uint64_t b) {
+	void *args[] = {&a, &b};
+	return cuLaunchKernel(f, 1, 1, 1, 1, 1, 1, 0, (CUstream)s, args, NULL);
+}
+
+typedef struct { uint64_t words[64]; } stepaf_copies; // kernelCopies
+
+static CUresult stepaf_launch_copies(CUfunction f, uintptr_t s, unsigned blocks, unsigned copies, unsigned threads, stepaf_copies c) {
+	void *args[] = {&c};
+	return cuLaunchKernel(f, blocks, copies, 1, threads, 1, 1, 0, (CUstream)s, args, NULL);
 }
 
 static CUresult stepaf_dmabuf(CUdeviceptr p, size_t n, int *fd) { return cuMemGetHandleForAddressRange(fd, p, n, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0); }

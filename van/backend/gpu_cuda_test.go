@@ -472,6 +472,8 @@ func TestCUDACloseWhileAStreamWaits(t *testing.T) {
 	kept.Host()[4999] = 1 // a Mem stays readable and writable
 }
 
+func TestCUDACopiesGated(t *testing.T) { testCopiesGated(t, openGPU(t, 0)) }
+
 // TestCUDASignals: the kernels hand over between a stream and the CPU.
 func TestCUDASignals(t *testing.T) {
 	g := openGPU(t, 0)

@@ -81,11 +81,17 @@ type streamDriver interface {
 	moduleLoad(ptx string) (uintptr, error)
 	moduleUnload(m uintptr) error
 	moduleFunction(m uintptr, name string) (uintptr, error)
-	launch(f, s uintptr, g grid, a, b, c, d uintptr) error // with as many of the arguments as f has
+	launch(f, s, a, b uintptr) error // one thread of f
+	launchCopies(f, s uintptr, g grid, c kernelCopies) error
 }
 
-// grid is the threads of a kernel.
-type grid struct{ blocks, threads int }
+// grid is the threads of a kernel: blocks for each copy.
+type grid struct{ blocks, copies, threads int }
+
+// kernelCopies are the argument of the kernel that copies.
+type kernelCopies [16]kernelCopy
+
+type kernelCopy struct{ dst, src, n, gate uintptr }
 
 // wordWrites are the first n of some writes, in their order.
 type wordWrites struct {

@@ -68,7 +68,7 @@ func (k *signals) signal(op string, stream uintptr, which func(*signalKernels) u
 		if err != nil {
 			return err
 		}
-		return k.d.launch(which(&s), stream, grid{1, 1}, addr[0], addr[1], 0, 0)
+		return k.d.launch(which(&s), stream, addr[0], addr[1])
 	})
 }
 
@@ -88,7 +88,7 @@ func (k *signals) AddSeq(stream uintptr, seq Mem) error {
 	return k.signal("AddSeq", stream, func(s *signalKernels) uintptr { return s.add }, seq)
 }
 
-// The threads of a copy by a kernel: blocks of copyThreads, of which each thread has copyEach bytes; copyBlocks at most.
+// The threads of each copy by a kernel: blocks of copyThreads, of which each thread has copyEach bytes; copyBlocks at most.
 const (
 	copyThreads = 512
 	copyEach    = 64
@@ -96,24 +96,34 @@ const (
 )
 
 // CopyGated implements GatedCopier.
-func (k *signals) CopyGated(dst, src, gate Mem, stream uintptr) error {
+func (k *signals) CopyGated(copies []GatedCopy, stream uintptr) error {
 	const op = "CopyGated"
-	if dst.Len() != src.Len() || gate.Len() != 8 || uintptr(gate.ptr)%8 != 0 {
-		return k.c.invalid("%s of %d bytes to %d, gate of %d bytes at %#x: want equal lengths, and 8 aligned bytes", op, src.Len(), dst.Len(), gate.Len(), uintptr(gate.ptr))
-	}
-	for _, m := range []Mem{dst, src, gate} {
-		if m.Len() > 0 && m.Device() != k.c.Device() {
-			return fmt.Errorf("%s: %w", op, k.c.wrongDevice(m))
+	for i := range copies {
+		c := &copies[i]
+		if c.Dst.Len() != c.Src.Len() || c.Gate.Len() != 8 || uintptr(c.Gate.ptr)%8 != 0 {
+			return k.c.invalid("%s of %d bytes to %d, gate of %d bytes at %#x: want equal lengths, and 8 aligned bytes", op, c.Src.Len(), c.Dst.Len(), c.Gate.Len(), uintptr(c.Gate.ptr))
+		}
+		for _, m := range [...]*Mem{&c.Dst, &c.Src, &c.Gate} {
+			if m.Len() > 0 && m.Device() != k.c.Device() {
+				return fmt.Errorf("%s: %w", op, k.c.wrongDevice(*m))
+			}
 		}
 	}
 	k.c.blocking.Store(true)
-	blocks := min(max((src.Len()+copyThreads*copyEach-1)/(copyThreads*copyEach), 1), copyBlocks)
 	return k.c.with(op, func() error {
 		s, err := k.load()
-		if err != nil {
-			return err
+		for err == nil && len(copies) > 0 {
+			var list kernelCopies
+			n := min(len(copies), len(list))
+			most := 1
+			for i, c := range copies[:n] {
+				list[i] = kernelCopy{uintptr(c.Dst.ptr), uintptr(c.Src.ptr), uintptr(c.Src.Len()), uintptr(c.Gate.ptr)}
+				most = max(most, c.Src.Len())
+			}
+			err = k.d.launchCopies(s.copy, stream, grid{min((most+copyThreads*copyEach-1)/(copyThreads*copyEach), copyBlocks), n, copyThreads}, list)
+			copies = copies[n:]
 		}
-		return k.d.launch(s.copy, stream, grid{blocks, copyThreads}, uintptr(dst.ptr), uintptr(src.ptr), uintptr(src.Len()), uintptr(gate.ptr))
+		return err
 	})
 }
 

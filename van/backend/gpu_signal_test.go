@@ -1,6 +1,8 @@
 package backend
 
 import (
+	"bytes"
+	"errors"
 	"strings"
 	"testing"
 
@@ -163,7 +165,7 @@ func TestCopyGated(t *testing.T) {
 	to.Store(0)
 	from.Store(7)
 	open.Store(0)
-	if err := g.CopyGated(dst, src, gate, stream); err != nil {
+	if err := g.CopyGated([]GatedCopy{{dst, src, gate}}, stream); err != nil {
 		t.Fatal(err)
 	}
 	if idle, err := g.Idle(stream); idle || err != nil || to.Load() != 0 {
@@ -174,9 +176,45 @@ func TestCopyGated(t *testing.T) {
 	if to.Load() != 7 {
 		t.Errorf("copied %d, want 7", to.Load())
 	}
-	wantError(t, g.CopyGated(dst, src.Sub(0, 4), gate, stream), nil, "4 bytes to 8")
-	wantError(t, g.CopyGated(dst, src, gate.Sub(0, 4), stream), nil, "gate of 4 bytes")
-	wantError(t, g.CopyGated(dst, Bytes(make([]byte, 8)), gate, stream), ErrWrongDevice, "CopyGated")
+	wantError(t, g.CopyGated([]GatedCopy{{dst, src.Sub(0, 4), gate}}, stream), nil, "4 bytes to 8")
+	wantError(t, g.CopyGated([]GatedCopy{{dst, src, gate.Sub(0, 4)}}, stream), nil, "gate of 4 bytes")
+	wantError(t, g.CopyGated([]GatedCopy{{dst, Bytes(make([]byte, 8)), gate}}, stream), ErrWrongDevice, "CopyGated")
+}
+
+func TestCopiesGated(t *testing.T) { testCopiesGated(t, open(t, newFake(1))) }
+
+// testCopiesGated makes more copies than one launch of the kernel, of several lengths and alignments.
+func testCopiesGated(t *testing.T, g *gpu) {
+	const n, room = 37, 1 << 18
+	stream, err := g.NewStream()
+	all, err2 := g.Alloc(2*n*room + 8)
+	if err := errors.Join(err, err2); err != nil {
+		t.Fatal(err)
+	}
+	want := make([]byte, all.Len())
+	for i := range want {
+		want[i] = byte(i * 7 >> 3)
+	}
+	if err := g.Copy(all, Bytes(want)); err != nil {
+		t.Fatal(err)
+	}
+	var copies []GatedCopy
+	for i := range n {
+		size, from, to := []int{0, 1, 15, 16, 4096, 65537, 200_000}[i%7], 2*i*room+i%3*16, (2*i+1)*room+i%5
+		copies = append(copies, GatedCopy{all.Sub(to, size), all.Sub(from, size), all.Sub(2*n*room, 8)})
+		copy(want[to:to+size], want[from:from+size])
+	}
+	if err := g.CopyGated(copies, stream); err != nil {
+		t.Fatal(err)
+	}
+	settle(t, g, stream)
+	got := make([]byte, all.Len())
+	if err := g.Copy(Bytes(got), all); err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(got, want) {
+		t.Error("the copies differ from what was to be copied")
+	}
 }
 
 // settle waits for all that is queued in stream.
