@@ -39,8 +39,8 @@ func (e *Ends) Left() string {
 	return fmt.Sprintf("%d exchanges, %d offers and %d that wait for offers; over: %v", len(e.all), len(e.offers), len(e.waiting), e.over)
 }
 
-// HostStream is the stream in which x copies.
-func (x *Exchange) HostStream() uintptr { return x.host.stream }
+// HostStream is the stream in which x copies from its first peer.
+func (x *Exchange) HostStream() uintptr { return x.host.copies[0].stream }
 
 // Busy reports whether a Send or a Receive of x is under way.
 func (x *Exchange) Busy() bool {

@@ -185,8 +185,25 @@ func (r receipt) missing() string {
 func (r receipt) finish(ctx context.Context) error {
 	x, h := r.x, r.h
 	h.wait = waiting{}
-	for all := false; h.copying; all = h.wait.pass(x) {
-		done, err := h.event.Query()
+	for i := range h.copies {
+		if err := r.await(ctx, &h.copies[i]); err != nil {
+			return err
+		}
+	}
+	if i := slices.IndexFunc(h.remote, hostFlags.over); i >= 0 {
+		return r.endedThere(ctx, i)
+	}
+	if x.failed.Load() != nil {
+		return r.ended()
+	}
+	return nil
+}
+
+// await waits until copies are done.
+func (r receipt) await(ctx context.Context, c *hostCopies) error {
+	x, h := r.x, r.h
+	for all := false; c.queued; all = h.wait.pass(x) {
+		done, err := c.event.Query()
 		if all && !done && err == nil {
 			if ctx.Err() != nil {
 				return &van.Error{Op: "receive", Node: x.ends.node.Name(), Detail: x.describe() + ": copies of the device", Err: van.TimedOut(context.Cause(ctx))}
@@ -204,13 +221,7 @@ func (r receipt) finish(ctx context.Context) error {
 			x.fail(err)
 			return r.ended()
 		}
-		h.copying = !done
-	}
-	if i := slices.IndexFunc(h.remote, hostFlags.over); i >= 0 {
-		return r.endedThere(ctx, i)
-	}
-	if x.failed.Load() != nil {
-		return r.ended()
+		c.queued = !done
 	}
 	return nil
 }

@@ -59,17 +59,22 @@ func (l hostFlags) over() bool { return l.flag(goingAt).Load() == 0 }
 // variable fields, under queueing.
 type host struct {
 	own    hostFlags
-	flag   backend.Mem // the flag with the number of rounds sent, as the device addresses it
-	remote []hostFlags // by peer
-	stream uintptr     // of copies; 0: none
-	event  backend.Event
+	flag   backend.Mem  // the flag with the number of rounds sent, as the device addresses it
+	remote []hostFlags  // by peer
+	copies []hostCopies // by peer
 
 	round   uint32  // of the next Receive
 	since   uint64  // clock.Now of the last Send
 	arrived []bool  // by peer: the peer has sent this round, and its copies are queued
 	left    int     // number of peers that have not sent
-	copying bool    // copies are queued; event marks their end
 	wait    waiting // of the current Receive
+}
+
+// hostCopies are the copies of a peer's data. Those of several peers run at the same time.
+type hostCopies struct {
+	stream uintptr
+	event  backend.Event
+	queued bool // copies are in the stream; event marks their end
 }
 
 // makeHost initializes h for the given number of peers, and returns the location of its flags for the peers.
@@ -80,11 +85,15 @@ func (m *memory) makeHost(b backend.Backend, h *host, peers int) (name flagsName
 		return name, err
 	}
 	h.remote, h.arrived, h.left, h.round = make([]hostFlags, peers), make([]bool, peers), peers, 1
-	if h.event, err = m.dev.NewEvent(); err != nil {
-		return name, err
-	}
-	if h.stream, err = m.dev.NewStream(); err != nil {
-		return name, err
+	for range peers {
+		var c hostCopies
+		if c.event, err = m.dev.NewEvent(); err == nil {
+			c.stream, err = m.dev.NewStream()
+		}
+		h.copies = append(h.copies, c)
+		if err != nil {
+			return name, err
+		}
 	}
 	l := &m.flags
 	if l.page == nil || l.next == flagPageLen {
@@ -152,7 +161,8 @@ func (w *exchangeMemory) sendByHost(h *host, stream af.Stream, n uint32) error {
 			h.own.flag(0).Store(n)
 			return nil
 		}
-		stream, h.copying = af.Stream(h.stream), true
+		c := &h.copies[0]
+		stream, c.queued = af.Stream(c.stream), true
 	}
 	if err := w.copyPrivate(uintptr(stream)); err != nil {
 		return err
@@ -160,20 +170,19 @@ func (w *exchangeMemory) sendByHost(h *host, stream af.Stream, n uint32) error {
 	return w.m.dev.WriteFlag(uintptr(stream), h.flag, n)
 }
 
-// copyFrom queues the copies of peer i's data, and after those of the last peer the event of their end.
+// copyFrom queues the copies of peer i's data, and the event of their end.
 func (w *exchangeMemory) copyFrom(h *host, i int) error {
-	l := &w.peers[i]
+	l, c := &w.peers[i], &h.copies[i]
 	last := len(l.to) - 1
 	for k, m := range l.to {
-		var err error
-		if h.copying = true; k == last && h.left == 0 {
-			return w.m.dev.CopyRecord(m, l.from[k], h.stream, h.event)
-		} else if err = w.m.dev.CopyAsync(m, l.from[k], h.stream); err != nil {
+		if c.queued = true; k == last {
+			return w.m.dev.CopyRecord(m, l.from[k], c.stream, c.event)
+		} else if err := w.m.dev.CopyAsync(m, l.from[k], c.stream); err != nil {
 			return err
 		}
 	}
-	if h.copying && h.left == 0 {
-		return h.event.Record(h.stream)
+	if c.queued { // by sendByHost
+		return c.event.Record(c.stream)
 	}
 	return nil
 }
@@ -181,17 +190,20 @@ func (w *exchangeMemory) copyFrom(h *host, i int) error {
 // settle waits until no copy writes to tensors of this end, and returns true. If the device does not answer within
 // silence, it returns false. queueing is held.
 func (h *host) settle() bool {
-	if h == nil || !h.copying {
+	if h == nil {
 		return true
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), silence)
 	defer cancel()
-	err := h.event.Record(h.stream)
-	if err == nil {
-		err = h.event.Sync(ctx)
+	settled := true
+	for i := range h.copies {
+		c := &h.copies[i]
+		if c.queued && c.event.Record(c.stream) == nil {
+			c.queued = c.event.Sync(ctx) != nil
+		}
+		settled = settled && !c.queued
 	}
-	h.copying = err != nil
-	return err == nil
+	return settled
 }
 
 // end marks all sends of this end as invalid.
@@ -203,11 +215,13 @@ func (h *host) end() {
 
 // free releases the device resources of h. No copy may be under way.
 func (h *host) free(m *memory) (err error) {
-	if h.event != nil {
-		err = h.event.Close()
-	}
-	if h.stream != 0 {
-		err = errors.Join(err, m.dev.FreeStream(h.stream))
+	for _, c := range h.copies {
+		if c.event != nil {
+			err = errors.Join(err, c.event.Close())
+		}
+		if c.stream != 0 {
+			err = errors.Join(err, m.dev.FreeStream(c.stream))
+		}
 	}
 	return err
 }
