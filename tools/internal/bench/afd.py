@@ -213,7 +213,7 @@ class End:
     def __init__(self, place, groups):
         self.place, self.groups, self.computation, self.made = place, groups, Computation(place), {}
         self.wrong = place.zeros(1, dtype=torch.bool)
-        self.whole = False  # a graph has the whole decode step
+        self.whole = False  # the graphs of computations are not used: a graph has the whole decode step
 
     def exchange(self, form, steps, i, out, into):
         """The exchange i of a form. out and into are lists of a tensor for each peer."""
@@ -269,6 +269,7 @@ class End:
     def alone(self, amount, n):
         """Times n times the computations of a decode step."""
         self.capture(amount)
+        self.whole = False
         ns, wrong = [], self.wrong.clone()
         for _ in range(n):
             self.place.finish()
