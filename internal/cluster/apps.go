@@ -82,8 +82,14 @@ func (a *apps) deliver(msg *van.Message) {
 			return
 		}
 	}
-	if c.backlogs.active.Load() && c.backlogs.enqueue(msg, a.self, &a.overfull) {
-		return
+	if c.backlogs.active.Load() {
+		queued, ended := c.backlogs.enqueue(msg, a.self, &a.overfull)
+		if ended {
+			c.refuseEnded(msg)
+		}
+		if queued || ended {
+			return
+		}
 	}
 	if msg.Request && msg.InPoll && c.serves && a.role == van.Worker {
 		c.deliverOnBacklog(msg)
@@ -113,7 +119,7 @@ func (a *apps) failAll(err error) {
 	a.mu.Unlock()
 	for _, c := range a.customers() {
 		c.abortAll(err)
-		c.backlogs.end()
+		c.endBacklogs()
 	}
 }
 

@@ -51,26 +51,26 @@ func (s *backlogs) fill(kept []queuedRequest) (senders []int) {
 	return senders
 }
 
-// enqueue queues msg after its sender's backlog, if there is one, and reports whether it did. While the backlog has
-// STEPAF_RECV_BUDGET_PEER bytes or more it blocks, and with it the receiving of that sender's messages. In a Poll it does not block,
-// but sets overfull, see apps.tryEnqueue.
-func (s *backlogs) enqueue(msg *van.Message, self *nodeInfo, overfull *atomic.Bool) bool {
+// enqueue queues msg after its sender's backlog, if there is one, and reports whether it did. ended reports that the caller has to
+// refuse msg. While the backlog has STEPAF_RECV_BUDGET_PEER bytes or more enqueue blocks, and with it the receiving of that sender's
+// messages. In a Poll it does not block, but sets overfull, see apps.tryEnqueue.
+func (s *backlogs) enqueue(msg *van.Message, self *nodeInfo, overfull *atomic.Bool) (queued, ended bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for limit, paused := self.cfg.RecvBudgetPeer, false; ; paused = true {
 		b := s.queues[msg.Sender]
 		switch {
 		case s.ended:
-			return true
+			return false, true
 		case b == nil:
-			return false
+			return false, false
 		case limit <= 0 || b.bytes < limit || msg.InPoll || failpoint.On("recv-budget"):
 			if limit > 0 && b.bytes >= limit {
 				overfull.Store(true)
 			}
 			b.queue = append(b.queue, msg.Retain())
 			b.bytes += weight(msg)
-			return true
+			return true, false
 		}
 		if !paused {
 			self.pausedRead(msg.Sender, b.bytes, "a peer is not read for now: its earlier messages wait for a handler")
@@ -80,12 +80,12 @@ func (s *backlogs) enqueue(msg *van.Message, self *nodeInfo, overfull *atomic.Bo
 }
 
 // enqueueOrStart queues msg without a limit. If its sender had no backlog, it makes one and calls start, which must run deliverFrom on
-// another goroutine. After end it drops msg.
-func (s *backlogs) enqueueOrStart(msg *van.Message, start func()) {
+// another goroutine. After end it returns false, and the caller has to refuse msg.
+func (s *backlogs) enqueueOrStart(msg *van.Message, start func()) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.ended {
-		return
+		return false
 	}
 	b := s.queues[msg.Sender]
 	if b == nil {
@@ -99,19 +99,16 @@ func (s *backlogs) enqueueOrStart(msg *van.Message, start func()) {
 	}
 	b.queue = append(b.queue, msg.Retain())
 	b.bytes += weight(msg)
+	return true
 }
 
-// next takes the oldest message of a sender's backlog. When none is left, or after end, it
-// removes the backlog and returns nil.
+// next takes the oldest message of a sender's backlog. When none is left, it removes the backlog and returns nil.
 func (s *backlogs) next(sender int) *van.Message {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer s.changed.Broadcast()
 	b := s.queues[sender]
-	if len(b.queue) == 0 || s.ended {
-		for _, msg := range b.queue {
-			msg.Release()
-		}
+	if len(b.queue) == 0 {
 		delete(s.queues, sender)
 		s.active.Store(len(s.queues) > 0)
 		return nil
@@ -123,10 +120,15 @@ func (s *backlogs) next(sender int) *van.Message {
 	return msg
 }
 
-// end ends waits in enqueue and drops the backlogs.
-func (s *backlogs) end() {
+// end ends waits in enqueue, and takes the messages of all backlogs.
+func (s *backlogs) end() (rest []*van.Message) {
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	s.ended = true
 	s.changed.Broadcast()
-	s.mu.Unlock()
+	for _, b := range s.queues {
+		rest = append(rest, b.queue...)
+		b.queue, b.bytes = nil, 0
+	}
+	return rest
 }

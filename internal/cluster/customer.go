@@ -326,9 +326,27 @@ func (c *Customer) deliverFrom(sender int) {
 // else, so the handler runs on the goroutine of its sender's backlog.
 func (c *Customer) deliverOnBacklog(msg *van.Message) {
 	sender := msg.Sender
-	c.backlogs.enqueueOrStart(msg, func() {
+	if !c.backlogs.enqueueOrStart(msg, func() {
 		c.node.apps.deliveries.Go(func() { c.deliverFrom(sender) })
-	})
+	}) {
+		c.refuseEnded(msg)
+	}
+}
+
+// endBacklogs refuses the requests of the backlogs, and ends the waits for them. Later messages with a backlog are refused, too.
+func (c *Customer) endBacklogs() {
+	for _, msg := range c.backlogs.end() {
+		c.refuseEnded(msg)
+		msg.Release()
+	}
+}
+
+// refuseEnded refuses msg if it is a request to an application that accepts requests. The customer or its node is closed.
+func (c *Customer) refuseEnded(msg *van.Message) {
+	if msg.Request && c.serves {
+		c.node.notices.refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp,
+			fmt.Errorf("%w: %s has closed application %d", van.ErrFinished, c.node.Name(), c.app))
+	}
 }
 
 // peerLost fails the requests that node id has not answered, if they were opened up to openedUntil, and ends the contexts of the
@@ -390,7 +408,7 @@ func (c *Customer) Close() {
 	c.closed = true
 	next := c.requests.next
 	c.mu.Unlock()
-	c.backlogs.end() // before remove: failAll ends only the backlogs of customers that are in the table
+	c.endBacklogs() // before remove: failAll ends only the backlogs of customers that are in the table
 	c.node.apps.overfull.Store(false)
 	c.node.apps.remove(c, next)
 	c.abortAll(&van.Error{Op: "close", Node: c.node.Name(), Err: van.ErrClosed})

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"log/slog"
 	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 
@@ -135,6 +136,67 @@ func TestPollsDoNotWaitForADelivery(t *testing.T) {
 				if want := []int32{0, 1, 2, 3, 4}; !slices.Equal(came, want) {
 					t.Errorf("requests %v are delivered, want %v", came, want)
 				}
+			})
+		})
+	}
+}
+
+// TestCloseRefusesTheBacklog: when an application or its node is closed, the requests that wait behind a running handler are refused:
+// those of the backlog, one whose receiving waits for the backlog, and later ones. Answers are dropped.
+func TestCloseRefusesTheBacklog(t *testing.T) {
+	for name, end := range map[string]func(n *Node, c *Customer){
+		"application": func(_ *Node, c *Customer) { c.Close() },
+		"node":        func(n *Node, _ *Customer) { n.apps.failAll(van.ErrClosed) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := pollNode(van.Worker, 10)
+				out := &sent{}
+				n.notices.van = out
+				leave := make(chan struct{})
+				var came []int32
+				c, err := n.App().AddServer(7, 0, NewInbound(), func(m *van.Message) {
+					came = append(came, m.Timestamp)
+					<-leave
+				})
+				if err != nil {
+					t.Fatal(err)
+				}
+				n.receive(polled(n, 10, 1, true))
+				synctest.Wait() // the handler of request 1 runs
+				n.receive(polled(n, 10, 2, true))
+				n.receive(polled(n, 10, 3, false))
+				received := false
+				go func() {
+					last := polled(n, 10, 4, true)
+					last.InPoll = false
+					n.receive(last)
+					received = true
+				}()
+				synctest.Wait()
+				if received {
+					t.Error("request 4 was received beyond the budget of its sender")
+				}
+				end(n, c)
+				synctest.Wait()
+				want := []string{"7 0 2 finished server 0 has closed application 7", "7 0 4 finished server 0 has closed application 7"}
+				if name == "node" {
+					n.receive(polled(n, 10, 5, true))
+					want = append(want, "7 0 5 finished server 0 has closed application 7")
+				}
+				for i := range out.bodies {
+					out.bodies[i] = strings.TrimPrefix(out.bodies[i], refusedPrefix)
+				}
+				slices.Sort(out.bodies)
+				if !received || !slices.Equal(out.bodies, want) {
+					t.Errorf("received: %t; the sender gets %q, want %q", received, out.bodies, want)
+				}
+				close(leave)
+				synctest.Wait()
+				if !slices.Equal(came, []int32{1}) || len(c.backlogs.queues) > 0 {
+					t.Errorf("requests %v are delivered, want 1; %d backlogs are left", came, len(c.backlogs.queues))
+				}
+				n.apps.close()
 			})
 		})
 	}

@@ -154,7 +154,10 @@ func TestBudgetAfterABacklog(t *testing.T) {
 		s.fill([]queuedRequest{{msg: request(0)}, {msg: request(1)}, {msg: request(2)}})
 		self := &nodeInfo{cfg: &Config{RecvBudgetPeer: 2 * weight(request(0))}, log: slog.New(slog.DiscardHandler)}
 		kept := make(chan bool, 1)
-		go func() { kept <- s.enqueue(request(3), self, new(atomic.Bool)) }()
+		go func() {
+			queued, _ := s.enqueue(request(3), self, new(atomic.Bool))
+			kept <- queued
+		}()
 		for ts := range int32(2) {
 			synctest.Wait()
 			if len(kept) > 0 {
@@ -188,20 +191,25 @@ func TestEndOfABacklog(t *testing.T) {
 		}
 		s.fill([]queuedRequest{{msg: request(0)}, {msg: request(1)}})
 		self := &nodeInfo{cfg: &Config{RecvBudgetPeer: weight(request(0))}, log: slog.New(slog.DiscardHandler)}
-		kept := make(chan bool, 1)
-		go func() { kept <- s.enqueue(request(2), self, new(atomic.Bool)) }()
+		refused := make(chan bool, 1)
+		go func() {
+			_, ended := s.enqueue(request(2), self, new(atomic.Bool))
+			refused <- ended
+		}()
 		synctest.Wait()
-		if len(kept) > 0 {
+		if len(refused) > 0 {
 			t.Fatal("the receiver does not wait")
 		}
-		s.end()
+		if rest := s.end(); len(rest) != 2 || rest[0].Timestamp != 0 {
+			t.Errorf("the messages %v are left, want 0 and 1", rest)
+		}
 		synctest.Wait()
-		if len(kept) == 0 {
+		if len(refused) == 0 {
 			t.Error("the receiver waits after the end")
 			s.changed.Broadcast()
 		}
-		if m := s.next(9); !<-kept || m != nil {
-			t.Errorf("after the end: message %v is next, want none, and the last one dropped", m)
+		if m := s.next(9); !<-refused || m != nil {
+			t.Errorf("after the end: message %v is next, want none, and the last one refused", m)
 		}
 	})
 }
