@@ -68,7 +68,7 @@ func (a App) PausedRead(id, bytes int, text string) { a.pausedRead(id, bytes, te
 // short time. Handlers run on it, too, and must not block, except those of requests to a worker, which run on another
 // goroutine. While a queue exceeds its limit, Poll returns at once.
 func (a App) Poll(done func() bool) {
-	if !a.apps.overfull.Load() {
+	if !a.apps.overfull.any() {
 		a.transport.stack.Poll(done)
 	}
 }

@@ -83,7 +83,7 @@ func (a *apps) deliver(msg *van.Message) {
 		}
 	}
 	if c.backlogs.active.Load() {
-		queued, ended := c.backlogs.enqueue(msg, a.self, &a.overfull)
+		queued, ended := c.backlogs.enqueue(msg)
 		if ended {
 			c.refuseEnded(msg)
 		}

@@ -15,20 +15,44 @@ func weight(m *van.Message) int {
 	return m.PayloadLen() + len(m.Body) + len(m.Parts)*van.PartBytes + 512
 }
 
+// overfull counts the queues that Polls have filled beyond their limits. No Poll begins while there is one.
+type overfull struct{ queues atomic.Int32 }
+
+func (o *overfull) any() bool { return o.queues.Load() > 0 }
+
+// set changes the mark of a queue, which tells whether the queue is counted.
+func (o *overfull) set(mark *bool, over bool) {
+	switch {
+	case over && !*mark:
+		o.queues.Add(1)
+	case *mark && !over:
+		o.queues.Add(-1)
+	}
+	*mark = over
+}
+
 // backlogs has, by sender, the messages that arrived before their customer was made, the requests of deliverOnBacklog, and later
 // messages, which must not overtake them.
 type backlogs struct {
-	active  atomic.Bool // queues is not empty
-	mu      sync.Mutex
-	queues  map[int]*backlog
-	changed sync.Cond // a backlog has shrunk, or ended is set
-	ended   bool      // the customer is closed, or the node leaves
+	self     *nodeInfo
+	overfull *overfull
+	active   atomic.Bool // queues is not empty
+	mu       sync.Mutex
+	queues   map[int]*backlog
+	changed  sync.Cond // a backlog has shrunk, or ended is set
+	ended    bool      // the customer is closed, or the node leaves
 }
 
 // backlog is the queue of one sender.
 type backlog struct {
 	queue []*van.Message
 	bytes int
+	over  bool // counted in overfull
+}
+
+func (s *backlogs) init(self *nodeInfo, over *overfull) {
+	s.self, s.overfull = self, over
+	s.changed.L = &s.mu
 }
 
 // fill stores the messages that were queued for the customer, and returns the senders. It is called first.
@@ -53,11 +77,11 @@ func (s *backlogs) fill(kept []queuedRequest) (senders []int) {
 
 // enqueue queues msg after its sender's backlog, if there is one, and reports whether it did. ended reports that the caller has to
 // refuse msg. While the backlog has STEPAF_RECV_BUDGET_PEER bytes or more enqueue blocks, and with it the receiving of that sender's
-// messages. In a Poll it does not block, but sets overfull, see apps.tryEnqueue.
-func (s *backlogs) enqueue(msg *van.Message, self *nodeInfo, overfull *atomic.Bool) (queued, ended bool) {
+// messages. In a Poll it does not block, but the backlog counts as overfull, see apps.tryEnqueue.
+func (s *backlogs) enqueue(msg *van.Message) (queued, ended bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for limit, paused := self.cfg.RecvBudgetPeer, false; ; paused = true {
+	for limit, paused := s.self.cfg.RecvBudgetPeer, false; ; paused = true {
 		b := s.queues[msg.Sender]
 		switch {
 		case s.ended:
@@ -65,15 +89,13 @@ func (s *backlogs) enqueue(msg *van.Message, self *nodeInfo, overfull *atomic.Bo
 		case b == nil:
 			return false, false
 		case limit <= 0 || b.bytes < limit || msg.InPoll || failpoint.On("recv-budget"):
-			if limit > 0 && b.bytes >= limit {
-				overfull.Store(true)
-			}
+			s.overfull.set(&b.over, b.over || limit > 0 && b.bytes >= limit)
 			b.queue = append(b.queue, msg.Retain())
 			b.bytes += weight(msg)
 			return true, false
 		}
 		if !paused {
-			self.pausedRead(msg.Sender, b.bytes, "a peer is not read for now: its earlier messages wait for a handler")
+			s.self.pausedRead(msg.Sender, b.bytes, "a peer is not read for now: its earlier messages wait for a handler")
 		}
 		s.changed.Wait()
 	}
@@ -117,6 +139,7 @@ func (s *backlogs) next(sender int) *van.Message {
 	b.queue[0] = nil
 	b.queue = b.queue[1:]
 	b.bytes -= weight(msg)
+	s.overfull.set(&b.over, b.over && b.bytes >= s.self.cfg.RecvBudgetPeer)
 	return msg
 }
 
@@ -129,6 +152,7 @@ func (s *backlogs) end() (rest []*van.Message) {
 	for _, b := range s.queues {
 		rest = append(rest, b.queue...)
 		b.queue, b.bytes = nil, 0
+		s.overfull.set(&b.over, false)
 	}
 	return rest
 }

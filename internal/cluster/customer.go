@@ -47,7 +47,7 @@ type Customer struct {
 func newCustomer(n *Node, app, id int, first int32, in *Inbound, handle func(*van.Message)) *Customer {
 	in.self, in.processes = &n.nodeInfo, &n.processes
 	c := &Customer{node: n, app: app, id: id, inbound: in, handle: handle}
-	c.backlogs.changed.L = &c.backlogs.mu
+	c.backlogs.init(&n.nodeInfo, &n.apps.overfull)
 	c.requests.init(first)
 	return c
 }
@@ -316,7 +316,6 @@ func (c *Customer) deliverBacklog(kept []queuedRequest) {
 // that sender only.
 func (c *Customer) deliverFrom(sender int) {
 	for msg := c.backlogs.next(sender); msg != nil; msg = c.backlogs.next(sender) {
-		c.node.apps.overfull.Store(false)
 		c.deliver(msg)
 		msg.Release()
 	}
@@ -409,7 +408,6 @@ func (c *Customer) Close() {
 	next := c.requests.next
 	c.mu.Unlock()
 	c.endBacklogs() // before remove: failAll ends only the backlogs of customers that are in the table
-	c.node.apps.overfull.Store(false)
 	c.node.apps.remove(c, next)
 	c.abortAll(&van.Error{Op: "close", Node: c.node.Name(), Err: van.ErrClosed})
 }

@@ -41,7 +41,7 @@ type apps struct {
 
 	deliveries sync.WaitGroup // goroutines that deliver messages outside of the transport. No such goroutine starts after failAll and pendingMessages.close
 
-	overfull atomic.Bool // no Poll begins: one has queued a message beyond a limit, and no message has left a queue with a limit since
+	overfull overfull
 }
 
 type appKey struct{ app, customer int32 }

@@ -64,6 +64,7 @@ type pendingSender struct {
 type pendingQueue struct {
 	messages []pendingMessage
 	bytes    int
+	over     bool // counted in apps.overfull
 }
 
 func (s *pendingMessages) init(self *nodeInfo, processes *processes, apps *apps) {
@@ -148,7 +149,7 @@ func (s *pendingMessages) has(id int, incarnation uint32) bool {
 
 // enqueue queues or drops msg and returns nil. If msg can be delivered, enqueue returns the process that has sent it: the process
 // has become known, and no message of it is queued. While the queue of a member exceeds STEPAF_RECV_BUDGET_PEER, enqueue blocks, but in
-// a Poll it sets apps.overfull instead.
+// a Poll the queue counts as overfull instead.
 func (s *pendingMessages) enqueue(msg *van.Message) *process {
 	size := weight(msg)
 	s.mu.Lock()
@@ -176,7 +177,7 @@ func (s *pendingMessages) enqueue(msg *van.Message) *process {
 		case s.closed:
 			return nil
 		case ofMember && full && msg.InPoll: // see apps.tryEnqueue
-			s.apps.overfull.Store(true)
+			s.apps.overfull.set(&s.senders[msg.Sender].queues[from].over, true)
 		case ofMember && full:
 			if !paused {
 				paused = true
@@ -286,13 +287,13 @@ func (s *pendingMessages) shift(id int, incarnation uint32) pendingMessage {
 	q.messages[0] = pendingMessage{}
 	q.messages = q.messages[1:]
 	s.count(v, q, e, -1)
+	s.apps.overfull.set(&q.over, q.over && len(q.messages) > 0 && q.bytes >= s.self.cfg.RecvBudgetPeer)
 	if len(q.messages) == 0 {
 		delete(v.queues, incarnation)
 	}
 	if v.messages == 0 && !v.delivering {
 		delete(s.senders, id)
 	}
-	s.apps.overfull.Store(false)
 	return e
 }
 

@@ -3,8 +3,10 @@ package cluster
 import (
 	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 
@@ -87,53 +89,68 @@ func TestPollsDoNotRunHandlersThatBlock(t *testing.T) {
 }
 
 // TestPollsDoNotWaitForADelivery: a message that a Poll has received is queued beyond its sender's budget if earlier messages of the
-// sender are being delivered. No further Poll begins then until a message has left the queue.
+// sender are being delivered. No further Poll begins then until that queue is below the budget, also if messages leave other queues.
 func TestPollsDoNotWaitForADelivery(t *testing.T) {
 	for name, begin := range map[string]func(n *Node, add func()){
 		"from before their customer was made": func(n *Node, add func()) {
 			known(n, 9, 2)
+			known(n, 10, 2)
 			n.receive(polled(n, 9, 0, true))
+			n.receive(polled(n, 10, 10, true))
+			n.receive(polled(n, 10, 11, true))
 			add()
 		},
 		"from before their process was known": func(n *Node, add func()) {
 			add()
 			n.receive(polled(n, 9, 0, true))
+			n.receive(polled(n, 10, 10, true))
+			n.receive(polled(n, 10, 11, true))
 			known(n, 9, 2)
+			known(n, 10, 2)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				n := pollNode(van.Server)
-				var came []int32
-				leave := make(chan struct{})
+				came := map[int][]int32{} // timestamps by sender
+				leave := map[int]chan struct{}{9: make(chan struct{}), 10: make(chan struct{})}
+				var mu sync.Mutex
 				begin(n, func() {
 					if _, err := n.App().AddCustomer(7, 7, func(m *van.Message) {
-						came = append(came, m.Timestamp)
-						<-leave
+						mu.Lock()
+						came[m.Sender] = append(came[m.Sender], m.Timestamp)
+						mu.Unlock()
+						<-leave[m.Sender]
 					}); err != nil {
 						t.Error(err)
 					}
 				})
-				synctest.Wait() // the handler of request 0 runs
+				synctest.Wait() // the handlers of requests 0 and 10 run
 				var overfull []bool
 				go func() {
 					for ts := range int32(4) {
 						n.receive(polled(n, 9, ts+1, true))
-						overfull = append(overfull, n.apps.overfull.Load())
+						overfull = append(overfull, n.apps.overfull.any())
 					}
 				}()
 				synctest.Wait()
 				if len(overfull) != 4 || overfull[0] || !overfull[3] {
 					t.Errorf("of 4 messages, the Poll has received %d; the queue is overfull: %v", len(overfull), overfull)
 				}
-				leave <- struct{}{}
-				synctest.Wait()
-				if n.apps.overfull.Load() {
-					t.Error("Polls do not begin again")
+				for i, x := range []struct {
+					sender int // a handler of it returns
+					over   bool
+				}{{10, true}, {9, true}, {9, true}, {9, false}} {
+					leave[x.sender] <- struct{}{}
+					synctest.Wait()
+					if got := n.apps.overfull.any(); got != x.over {
+						t.Errorf("after message %d has left: overfull %t, want %t", i, got, x.over)
+					}
 				}
-				close(leave)
+				close(leave[9])
+				close(leave[10])
 				synctest.Wait()
-				if want := []int32{0, 1, 2, 3, 4}; !slices.Equal(came, want) {
+				if want := (map[int][]int32{9: {0, 1, 2, 3, 4}, 10: {10, 11}}); !maps.EqualFunc(came, want, slices.Equal) {
 					t.Errorf("requests %v are delivered, want %v", came, want)
 				}
 			})

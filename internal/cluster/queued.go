@@ -46,6 +46,7 @@ type earlyCancel struct {
 type usage struct {
 	messages, bytes int
 	since           uint64 // when messages was last 0: the beginning of its backlog
+	over            bool   // counted in apps.overfull
 }
 
 // enqueue queues a request for an application that does not exist yet, or refuses it. It returns the customer if that
@@ -89,13 +90,12 @@ func (a *apps) tryEnqueue(k appKey, msg *van.Message, inPoll bool) (c *Customer,
 		if a.wasCanceled(k, msg) {
 			return nil, ""
 		}
-		never, full := a.whyNever(msg), a.whyFull(msg)
+		never, full, over := a.whyNever(msg), a.whyFull(msg), false
 		if full != "" && inPoll {
 			// The caller of the Poll waits for something else, and must not be blocked: the request is queued. There are no more
-			// Polls while the queue is overfull.
+			// Polls until its sender's queue is below the limits.
 			if !a.overTotal(weight(msg)) {
-				a.overfull.Store(true)
-				full = ""
+				full, over = "", true
 			} else if never == "" {
 				never = full
 			}
@@ -125,6 +125,11 @@ func (a *apps) tryEnqueue(k appKey, msg *van.Message, inPoll bool) (c *Customer,
 			}
 			a.queued[k] = append(a.queued[k], queuedRequest{msg.Retain(), arrived})
 			a.count(msg, 1)
+			if over {
+				of := a.usage[msg.Sender]
+				a.overfull.set(&of.over, true)
+				a.usage[msg.Sender] = of
+			}
 			return nil, ""
 		}
 		if a.ended {
@@ -204,15 +209,15 @@ func (a *apps) count(msg *van.Message, sign int) {
 	}
 	of.messages += sign
 	of.bytes += sign * weight(msg)
+	if sign < 0 {
+		a.overfull.set(&of.over, of.over && of.messages > 0 && (of.bytes >= a.self.cfg.RecvBudgetPeer || of.messages >= maxQueuedRequests))
+		a.changed.Broadcast()
+	}
 	if a.usage[msg.Sender] = of; of.messages == 0 {
 		delete(a.usage, msg.Sender)
 	}
 	a.messages += sign
 	a.bytes += sign * weight(msg)
-	if sign < 0 {
-		a.overfull.Store(false)
-		a.changed.Broadcast()
-	}
 }
 
 // dropQueued drops the queued requests that match and returns their number. a.mu is held.

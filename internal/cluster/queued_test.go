@@ -9,7 +9,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -147,15 +146,15 @@ func TestBacklogIsCounted(t *testing.T) {
 func TestBudgetAfterABacklog(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var s backlogs
-		s.changed.L = &s.mu
 		request := func(ts int32) *van.Message {
 			return (&van.Message{Meta: van.Meta{Request: true, Timestamp: ts}, Sender: 9}).Retain()
 		}
-		s.fill([]queuedRequest{{msg: request(0)}, {msg: request(1)}, {msg: request(2)}})
 		self := &nodeInfo{cfg: &Config{RecvBudgetPeer: 2 * weight(request(0))}, log: slog.New(slog.DiscardHandler)}
+		s.init(self, new(overfull))
+		s.fill([]queuedRequest{{msg: request(0)}, {msg: request(1)}, {msg: request(2)}})
 		kept := make(chan bool, 1)
 		go func() {
-			queued, _ := s.enqueue(request(3), self, new(atomic.Bool))
+			queued, _ := s.enqueue(request(3))
 			kept <- queued
 		}()
 		for ts := range int32(2) {
@@ -185,15 +184,15 @@ func TestBudgetAfterABacklog(t *testing.T) {
 func TestEndOfABacklog(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var s backlogs
-		s.changed.L = &s.mu
 		request := func(ts int32) *van.Message {
 			return (&van.Message{Meta: van.Meta{Request: true, Timestamp: ts}, Sender: 9}).Retain()
 		}
-		s.fill([]queuedRequest{{msg: request(0)}, {msg: request(1)}})
 		self := &nodeInfo{cfg: &Config{RecvBudgetPeer: weight(request(0))}, log: slog.New(slog.DiscardHandler)}
+		s.init(self, new(overfull))
+		s.fill([]queuedRequest{{msg: request(0)}, {msg: request(1)}})
 		refused := make(chan bool, 1)
 		go func() {
-			_, ended := s.enqueue(request(2), self, new(atomic.Bool))
+			_, ended := s.enqueue(request(2))
 			refused <- ended
 		}()
 		synctest.Wait()
@@ -496,7 +495,7 @@ func TestWhatEndsAWaitForAnApplication(t *testing.T) {
 }
 
 // TestPollsDoNotWaitForAnApplication: a request that a Poll delivers is queued beyond the budget of its sender, up to that of all.
-// No further Poll begins then until queued requests have left.
+// No further Poll begins then until the queued requests of that sender are below its budget.
 func TestPollsDoNotWaitForAnApplication(t *testing.T) {
 	cfg := env.Default()
 	cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
@@ -510,16 +509,18 @@ func TestPollsDoNotWaitForAnApplication(t *testing.T) {
 		_, why := n.apps.tryEnqueue(appKey{7, 7}, m, true)
 		m.Release()
 		refused = append(refused, why)
-		if got, want := n.apps.overfull.Load(), ts > 0; got != want {
+		if got, want := n.apps.overfull.any(), ts > 0; got != want {
 			t.Errorf("after request %d: overfull %t, want %t", ts, got, want)
 		}
 	}
 	if n.apps.messages != 3 || strings.Join(refused[:3], "") != "" || !strings.Contains(refused[3], "512 bytes, and 1536 are queued already (STEPAF_RECV_BUDGET_PEER") {
 		t.Errorf("%d requests are queued, want 3; refused: %q, want the last one", n.apps.messages, refused)
 	}
-	n.apps.cancel(7, Canceled{Sender: 9, First: 1, Count: 1}, n.processes.of(9).epoch)
-	if n.apps.overfull.Load() {
-		t.Error("Polls do not begin again")
+	for ts, over := range []bool{true, false} {
+		n.apps.cancel(7, Canceled{Sender: 9, First: int32(ts), Count: 1}, n.processes.of(9).epoch)
+		if n.apps.overfull.any() != over {
+			t.Errorf("request %d is canceled: overfull %t, want %t", ts, !over, over)
+		}
 	}
 	n.apps.close()
 }

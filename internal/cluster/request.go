@@ -410,7 +410,7 @@ func (a App) PollFor(ctx context.Context, limit time.Duration, done func() bool)
 		return
 	}
 	poll := func() {
-		if !a.apps.overfull.Load() {
+		if !a.apps.overfull.any() {
 			a.transport.stack.Poll(done)
 		}
 	}

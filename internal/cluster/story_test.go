@@ -376,6 +376,9 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 	defer n.apps.mu.Unlock()
 	n.pending.mu.Lock()
 	defer n.pending.mu.Unlock()
+	if n.apps.overfull.any() {
+		t.Error("a queue is overfull at the end")
+	}
 	if n.apps.messages != 0 || n.apps.bytes != 0 || len(n.apps.queued) != 0 || len(n.apps.usage) != 0 || n.pending.bytes != 0 {
 		t.Errorf("kept at the end: %d messages, %d bytes, and %d bytes of strangers", n.apps.messages, n.apps.bytes, n.pending.bytes)
 	}
@@ -391,7 +394,7 @@ func (n *Node) look(t *testing.T, w io.Writer, ids []int) {
 	for _, l := range a.queued {
 		for _, e := range l {
 			x := by[e.msg.Sender]
-			by[e.msg.Sender] = usage{x.messages + 1, x.bytes + weight(e.msg), a.usage[e.msg.Sender].since}
+			by[e.msg.Sender] = usage{x.messages + 1, x.bytes + weight(e.msg), a.usage[e.msg.Sender].since, a.usage[e.msg.Sender].over}
 			messages, bytes = messages+1, bytes+weight(e.msg)
 		}
 	}
