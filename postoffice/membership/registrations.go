@@ -94,9 +94,8 @@ func (s *registrations) admit(now time.Duration, j *registration) bool {
 	if why == "" {
 		return true
 	}
-	s.out.disconnect(j.temp)
-	j.temp = 0
 	if len(rivals) == 0 || !s.enqueue(now, j) {
+		s.disconnect(j)
 		s.refusals.refuse(now, &j.node, why, details)
 		return false
 	}
@@ -115,11 +114,13 @@ func (s *registrations) enqueue(now time.Duration, j *registration) bool {
 	return true
 }
 
-// dequeue removes an earlier registration like j from the queue. If it is of the same process, j inherits its time.
+// dequeue removes an earlier registration like j from the queue. If it is of the same process, j inherits its time and its connection.
 func (s *registrations) dequeue(j *registration) {
 	if i := slices.IndexFunc(s.queued, j.same); i >= 0 {
-		if incarnationOf(&s.queued[i].node) == incarnationOf(&j.node) {
-			j.since = s.queued[i].since
+		if old := s.queued[i]; incarnationOf(&old.node) == incarnationOf(&j.node) {
+			j.since, j.temp = old.since, old.temp
+		} else {
+			s.disconnect(old)
 		}
 		s.queued = slices.Delete(s.queued, i, i+1)
 	}
@@ -195,9 +196,17 @@ func (s *registrations) present() (nodes []van.Node) {
 // maxLostRegistrations bounds the number of registrations whose connection is broken.
 const maxLostRegistrations = 256
 
-// lost no longer counts a registered node whose connection broke. It drops the oldest of more than maxLostRegistrations such
-// registrations: that node has to register again.
+// lost no longer counts a registered node whose connection broke, and removes a queued one. It drops the oldest of more than
+// maxLostRegistrations that do not count. A node whose registration was removed has to register again.
 func (s *registrations) lost(temp int, cause error) {
+	s.queued = slices.DeleteFunc(s.queued, func(j *registration) bool {
+		if j.temp != temp {
+			return false
+		}
+		s.disconnect(j)
+		s.out.emit(Warning{Text: fmt.Sprintf("%s disconnected while another node had its place: %s", describe(&j.node), cause)})
+		return true
+	})
 	for _, j := range s.list {
 		if j.temp == temp && j.lost == nil {
 			j.lost = cause
@@ -259,6 +268,12 @@ func (s *registrations) connect(j *registration) {
 	if j.temp == 0 {
 		j.temp = s.out.connectTemp(j.node)
 	}
+}
+
+// disconnect ends the connection of a registered node.
+func (s *registrations) disconnect(j *registration) {
+	s.out.disconnect(j.temp)
+	j.temp = 0
 }
 
 // notifyAll sends a notice to every node that waits for its id.

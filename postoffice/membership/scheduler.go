@@ -353,6 +353,7 @@ func (s *scheduler) retryQueued(now time.Duration) {
 // replaceOrQueue handles a registration in a cluster that has formed: the process replaces a dead member, is queued
 // while a member may be dead, or is refused.
 func (s *scheduler) replaceOrQueue(now time.Duration, j *registration) {
+	s.registrations.disconnect(j) // it may have been queued before the cluster formed
 	if !s.replacements.mayReplace(&j.node) || !s.registrations.enqueue(now, j) {
 		s.replacements.register(now, j)
 	}
