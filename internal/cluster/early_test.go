@@ -126,6 +126,49 @@ func TestRefusalsReachTheNewProcess(t *testing.T) {
 	}
 }
 
+// TestPendingOfAMember: the pending messages of a known process, to which this node connects, do not count as those of unknown
+// processes, whether they arrived before its record or later. They count again if another process replaces it.
+func TestPendingOfAMember(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		cfg := env.Default()
+		cfg.NumWorkers, cfg.NumServers, cfg.GroupSize, cfg.StrangerBudget = 2, 1, 1, 2030
+		n := keptNode(cfg, slog.New(slog.DiscardHandler))
+		ts, dropped := int32(0), uint64(0)
+		arrives := func(id int, size int, queued bool) {
+			t.Helper()
+			ts++
+			m := earlyRequest(n, ts, size)
+			m.Sender = id
+			n.receive(m)
+			if !queued {
+				dropped++
+			}
+			if got := countersOf(n).StrangerMessages; got != dropped {
+				t.Errorf("message %d: %d messages were dropped, want %d", ts, got, dropped)
+				dropped = got
+			}
+		}
+		arrives(9, 1488, true)
+		arrives(11, 0, false)
+		n.pending.setProcess(9, 2, false)
+		arrives(9, 1488, true)
+		arrives(11, 1488, true)
+		arrives(11, 0, false)
+		n.pending.setProcess(11, 2, false)
+		n.pending.setProcess(9, 3, true)
+		arrives(9, 0, false) // of the replaced process
+		n.pending.deliverPending(9)
+		time.Sleep(pendingTime + time.Millisecond) // the messages of the replaced process expire
+		synctest.Wait()
+		dropped += 2
+		arrives(9, 1488, true)
+		n.pending.close()
+		if n.pending.bytes != 0 {
+			t.Errorf("%d bytes are left", n.pending.bytes)
+		}
+	})
+}
+
 // TestPendingOfTwoProcesses: a process is connected while messages of the one that has replaced it are queued already.
 // They stay queued until its record arrives.
 func TestPendingOfTwoProcesses(t *testing.T) {

@@ -29,7 +29,7 @@ type pendingMessages struct {
 	mu            sync.Mutex
 	changed       sync.Cond // a message was delivered, or closed was set
 	senders       map[int]*pendingSender
-	bytes         int
+	bytes         int // of processes that are not members: not in the table, or replaced
 	refused       int // number of queued refusals
 	expiry        *time.Timer
 	closed        bool
@@ -65,6 +65,7 @@ type pendingQueue struct {
 	messages []pendingMessage
 	bytes    int
 	over     bool // counted in apps.overfull
+	member   bool // its process is in the table, so the bytes do not count in pendingMessages.bytes
 }
 
 func (s *pendingMessages) init(self *nodeInfo, processes *processes, apps *apps) {
@@ -222,7 +223,7 @@ func (s *pendingMessages) add(id int, e pendingMessage) {
 	from, _ := e.msg.Incarnations()
 	q := v.queues[from]
 	if q == nil {
-		q = &pendingQueue{}
+		q = &pendingQueue{member: s.processes.of(id).incarnation == from}
 		v.queues[from] = q
 	}
 	q.messages = append(q.messages, e)
@@ -240,7 +241,9 @@ func (s *pendingMessages) count(v *pendingSender, q *pendingQueue, e pendingMess
 		return
 	}
 	q.bytes += sign * weight(e.msg)
-	s.bytes += sign * weight(e.msg)
+	if !q.member {
+		s.bytes += sign * weight(e.msg)
+	}
 }
 
 // droppedByVan queues the refusal of a message of a process that this node does not know: the transport has dropped it.
@@ -355,6 +358,16 @@ func (s *pendingMessages) setProcess(id int, incarnation uint32, replaced bool) 
 		}
 		p.known, p.incarnation = true, incarnation
 	})
+	if v := s.senders[id]; v != nil {
+		for of, q := range v.queues {
+			if q.member {
+				s.bytes += q.bytes
+			}
+			if q.member = of == incarnation; q.member {
+				s.bytes -= q.bytes
+			}
+		}
+	}
 }
 
 // connected records that this node has connected to node id, and delivers the messages that were queued until then. record is

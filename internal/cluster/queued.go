@@ -171,15 +171,25 @@ func (a *apps) whyNever(msg *van.Message) string {
 		return "its sender has been lost"
 	case a.self.cfg.RecvBudget > 0 && size > a.self.cfg.RecvBudget:
 		return fmt.Sprintf("this one has %d bytes (STEPAF_RECV_BUDGET=%d)", size, a.self.cfg.RecvBudget)
-	case p.known && msg.Sender != a.self.ID():
+	case a.isMember(msg.Sender):
 		return ""
 	case !a.self.mayJoin(msg.Sender):
 		return "its sender is no member of the cluster"
-	case a.self.cfg.StrangerBudget > 0 && a.bytes+size > a.self.cfg.StrangerBudget:
-		return fmt.Sprintf("this one has %d bytes, and %d are queued already (STEPAF_STRANGER_BUDGET=%d)", size, a.bytes, a.self.cfg.StrangerBudget)
+	}
+	strangers := 0
+	for id, of := range a.usage {
+		if !a.isMember(id) {
+			strangers += of.bytes
+		}
+	}
+	if limit := a.self.cfg.StrangerBudget; limit > 0 && strangers+size > limit {
+		return fmt.Sprintf("this one has %d bytes, and %d are queued already (STEPAF_STRANGER_BUDGET=%d)", size, strangers, limit)
 	}
 	return a.whyFull(msg)
 }
+
+// isMember reports whether id has a process in the table. This node does not count.
+func (a *apps) isMember(id int) bool { return a.processes.of(id).known && id != a.self.ID() }
 
 // whyFull returns the reason why msg cannot be queued now, or "". The first message of a sender may be longer than
 // STEPAF_RECV_BUDGET_PEER: it could never be received otherwise. a.mu is held.

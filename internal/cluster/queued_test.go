@@ -68,8 +68,8 @@ func TestEachExpires(t *testing.T) {
 	})
 }
 
-// TestQueueLimits: the queued requests of a member, and of a process that is not one yet, are compared with its budget: a
-// member's with its own messages, the other's with all that are queued. A member waits at its budget, except for a request
+// TestQueueLimits: a request of a member is compared with the budget of its own messages, a request of a process that is not a member
+// yet with the budget of all such processes, to which members' requests do not count. A member waits at its budget, except for a request
 // that is longer than the budget for all; the other is refused.
 func TestQueueLimits(t *testing.T) {
 	cfg := env.Default()
@@ -88,14 +88,14 @@ func TestQueueLimits(t *testing.T) {
 		refused      bool
 		why          string // "" if it is queued
 	}{
+		{9, 55000, false, ""}, // the first one may exceed the budget of the peer
 		{11, 15000, false, ""},
 		{13, 15000, false, ""},
 		{13, 2000, true, "this one has 2000 bytes, and 30000 are queued already (STEPAF_STRANGER_BUDGET=30000)"},
 		{9, 95000, true, "this one has 95000 bytes (STEPAF_RECV_BUDGET=90000)"},
-		{9, 55000, false, ""}, // the first one may exceed the budget of the peer
 		{9, 2000, false, "this one has 2000 bytes, and 55000 are queued already (STEPAF_RECV_BUDGET_PEER=50000)"},
 		{8, 2000, true, "STEPAF_STRANGER_BUDGET"}, // of this node itself
-		{15, 2000, true, "no member"},             // there is no such rank
+		{15, 2000, true, "no member"}, // there is no such rank
 	} {
 		m := message(c.sender, c.size)
 		a.mu.Lock()
