@@ -49,6 +49,7 @@ type inboundSender struct {
 type Accepted struct {
 	from         *inboundSender // set by Accept
 	epoch        uint32
+	lostAt       uint64 // process.lostAt of the sender; it is another one after a loss
 	customer, ts int32
 	at           int // 1 + the index in from.list; 0: not in the list
 
@@ -126,19 +127,19 @@ func (b *Inbound) wasCanceled(sender int, epoch uint32, customer, ts int32) bool
 // Accept records an accepted request in r. The other arguments are fields of the request's first message. After Refuse or Drain,
 // Accept returns an error that wraps van.ErrFinished, and the caller refuses the request with that error.
 func (b *Inbound) Accept(r *Accepted, sender int, epoch uint32, customer, ts int32) error {
-	s := b.of(sender)
+	s, lostAt := b.of(sender), b.processes.of(sender).lostAt
 	s.mu.Lock()
 	if b.draining.Load() {
 		s.mu.Unlock()
 		return b.refusal()
 	}
-	r.from, r.epoch, r.customer, r.ts = s, epoch, customer, ts
+	r.from, r.epoch, r.lostAt, r.customer, r.ts = s, epoch, lostAt, customer, ts
 	r.ctx, r.end = nil, nil
 	s.list = append(s.list, r)
 	r.at = len(s.list)
 	s.mu.Unlock()
 	// From here on, a cancellation or the loss of the sender finds r in the list. The check covers earlier ones.
-	if !b.isAwaited(sender, epoch, customer, ts) {
+	if !b.isAwaited(sender, epoch, customer, ts) || b.processes.of(sender).lostAt != lostAt {
 		b.leave(r, errUnwanted)
 	}
 	return nil
@@ -263,9 +264,10 @@ func (b *Inbound) cancel(w Canceled, epoch uint32) {
 	b.drop(w.Sender, errCanceledBy, func(r *Accepted) bool { return r.epoch == epoch && w.Has(r.customer, r.ts) })
 }
 
-// peerLost handles the loss of a node, or its replacement.
+// peerLost handles the loss of a node, or its replacement. If the node is back already, it drops the requests from before the loss.
 func (b *Inbound) peerLost(id int, cause error) {
-	b.drop(id, cause, func(r *Accepted) bool { return !b.processes.waits(id, r.epoch) })
+	lostAt := b.processes.of(id).lostAt
+	b.drop(id, cause, func(r *Accepted) bool { return r.lostAt != lostAt || !b.processes.waits(id, r.epoch) })
 }
 
 // isAwaited implements Customer.IsAwaited.

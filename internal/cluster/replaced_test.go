@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"context"
 	"math"
 	"slices"
 	"strings"
@@ -70,6 +71,34 @@ func TestLateLoss(t *testing.T) {
 	vantest.Fails(t, x.Wait(t.Context(), rs[0].First(), 20*time.Second), van.ErrPeerLost, "server 0 (id 8)")
 	if !rs[1].Pending() {
 		t.Errorf("a request that was opened after the loss has failed: %v", x.Wait(t.Context(), rs[1].First(), 20*time.Second))
+	}
+}
+
+// TestLateLossEndsContexts: a loss that is performed after the peer is back ends the contexts of the requests that were accepted before
+// the loss, and no others.
+func TestLateLossEndsContexts(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	n, in := core(c.Servers[0]), cluster.NewInbound()
+	if _, err := n.App().AddServer(7, 7, in, func(*van.Message) {}); err != nil {
+		t.Fatal(err)
+	}
+	id := van.WorkerID(0)
+	var rs [2]cluster.Accepted
+	var ctxs [2]context.Context
+	for i := range rs {
+		if err := in.Accept(&rs[i], id, n.Epoch(id), 7, int32(i)); err != nil {
+			t.Fatal(err)
+		}
+		ctxs[i] = in.Context(&rs[i], id, func() bool { return true })
+		if i == 0 {
+			n.SetLost(id, van.ErrPeerLost)
+			n.SetLost(id, nil)
+		}
+	}
+	n.CarryOut(membership.PeerDead{ID: id, Cause: van.ErrPeerLost})
+	vantest.Fails(t, context.Cause(ctxs[0]), van.ErrPeerLost)
+	if err := ctxs[1].Err(); err != nil {
+		t.Errorf("the context of a request that was accepted after the loss has ended: %v", context.Cause(ctxs[1]))
 	}
 }
 
