@@ -21,5 +21,5 @@
 //  3. The receiver delivers the messages before the marks, receives the marks, and begins to read the link.
 //
 // If the van inside loses the peer meanwhile, the marks may be lost. The link then ends as a broken link does, and so does a link
-// whose marks do not arrive within MarkTime.
+// whose marks do not arrive within MarkTime. Over shared memory it waits longer while a handler of an earlier message runs.
 package links

@@ -223,6 +223,15 @@ func (t *inbounds[D, L, I]) Marked(m *van.Message) bool {
 	return true
 }
 
+// AwaitLonger makes in wait for its marks for another MarkTime.
+func (t *inbounds[D, L, I]) AwaitLonger(in I) {
+	t.Mu.Lock()
+	defer t.Mu.Unlock()
+	if x := in.Base(); x.Marks.Missing() && slices.Contains(t.Ins(), in) {
+		x.Marks.limit.Reset(MarkTime)
+	}
+}
+
 // EndMarks ends in if it waits for marks: they are lost.
 func (t *inbounds[D, L, I]) EndMarks(in I, level slog.Level) {
 	t.Mu.Lock()

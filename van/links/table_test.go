@@ -173,6 +173,27 @@ func TestTimeOfMarks(t *testing.T) {
 	}
 }
 
+// TestAwaitLonger: the timer of a link that waits for its marks starts again, that of an ended link does not.
+func TestAwaitLonger(t *testing.T) {
+	p := newTable(t)
+	connect(p, 9, Process{1})
+	in, err := enter(p, 9, Process{1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	in.Marks.Await(Mark{}, func() {})
+	for _, waits := range []bool{true, false} {
+		in.Marks.limit.Stop()
+		p.AwaitLonger(in)
+		if got := in.Marks.limit.Stop(); got != waits {
+			t.Errorf("the timer runs: %t, want %t", got, waits)
+		}
+		p.Mu.Lock()
+		p.RemoveLocked(in)
+		p.Mu.Unlock()
+	}
+}
+
 // TestTimeOfMarksOfEndedLink: the timer of a link that ends before its marks have arrived stops: it would keep the van for MarkTime.
 func TestTimeOfMarksOfEndedLink(t *testing.T) {
 	for name, end := range map[string]func(p *Table[struct{}, *testLink, *testIn], in *testIn) error{

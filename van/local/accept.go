@@ -190,7 +190,7 @@ func (a *acceptor) admit(c *net.UnixConn) (r reply, err error) {
 	l := newInLink(a.in, a.peers.sender(id), c, pid, seg, bell)
 	l.Process = links.Process(b[40:])
 	if seg.behind().Load() != 0 {
-		l.Marks.Await(links.Mark{Kind: markKind, Number: [8]byte(b[24:])}, func() { a.peers.EndMarks(l, slog.LevelWarn) })
+		l.Marks.Await(links.Mark{Kind: markKind, Number: [8]byte(b[24:])}, func() { a.peers.marksLate(l) })
 	}
 	r = reply{link: l, verdict: verdictRead}
 	if l.source, err = a.openSource(pid, le.Uint64(b[16:]), le.Uint64(b[24:])); err != nil {

@@ -3,6 +3,7 @@ package local
 // This file registers and removes links from peers, and reports a peer whose link broke.
 
 import (
+	"log/slog"
 	"slices"
 	"time"
 
@@ -33,6 +34,16 @@ func (p *peers) start(l *inLink) {
 func (p *peers) arrived(l *inLink) {
 	l.seg.behind().Store(0)
 	p.bell.wakeAll()
+}
+
+// marksLate is called if marks of l have not arrived within links.MarkTime. They may wait for a handler to which the van inside has passed
+// an earlier message; while it runs, l waits on. Otherwise the marks are lost, and l ends.
+func (p *peers) marksLate(l *inLink) {
+	if n := p.Of(l.From); n != nil && n.Data.inside.Load() > 0 {
+		p.AwaitLonger(l)
+		return
+	}
+	p.EndMarks(l, slog.LevelWarn)
 }
 
 // fence stops the use of l: none of its data is handed up or written any more. The receiver removes l. p.Mu is held.

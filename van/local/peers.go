@@ -2,6 +2,7 @@ package local
 
 import (
 	"errors"
+	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van/links"
@@ -17,7 +18,8 @@ type outPeer = links.Node[outData, *outLink]
 
 type outData struct {
 	token
-	tries int // attempts to replace a broken link
+	tries  int          // attempts to replace a broken link
+	inside atomic.Int32 // data messages of the van inside with which the receiver is called now
 }
 
 // Close implements links.Link.

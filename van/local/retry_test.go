@@ -214,6 +214,10 @@ func TestMarksLost(t *testing.T) {
 	for name, lose := range map[string]func(worker, server *node){
 		"the sender":   func(worker, _ *node) { worker.peers.Inside(ignore, 8, false, errLinkBroke) },
 		"the receiver": func(_, server *node) { server.peers.Inside(ignore, 9, false, errLinkBroke) },
+		"time is over": func(_, server *node) {
+			eventually(t, "links of earlier tries have ended", func() bool { return len(server.peers.Ins()) == 1 })
+			server.peers.marksLate(server.peers.Ins()[0])
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			inside := &losing{}
@@ -233,6 +237,42 @@ func TestMarksLost(t *testing.T) {
 				t.Errorf("message %d, want 2", m.Timestamp)
 			}
 		})
+	}
+}
+
+// TestMarksBehindAHandler: a link whose marks wait for a running handler does not end, however long that takes. Its messages follow.
+func TestMarksBehindAHandler(t *testing.T) {
+	worker, server, free := unlinked(t, func(*Van) {})
+	gate, held := make(chan struct{}), make(chan struct{})
+	hold := func(m *van.Message) {
+		if m.Timestamp == 0 {
+			close(held)
+			<-gate
+		}
+	}
+	server.before.Store(&hold)
+	worker.must(data(8, 0, []byte("x")))
+	worker.must(data(8, 1, []byte("x")))
+	<-held
+	free.Store(true)
+	eventually(t, "the link is made", func() bool { return worker.peers.link(8) != nil })
+	eventually(t, "links of earlier tries have ended", func() bool { return len(server.peers.Ins()) == 1 })
+	l := server.peers.Ins()[0]
+	for range maxTries + 1 {
+		server.peers.marksLate(l)
+	}
+	worker.must(data(8, 2, []byte("x")))
+	if ins := server.peers.Ins(); len(ins) != 1 || ins[0] != l || !l.Marks.Missing() || l.lost.Load() {
+		t.Errorf("of %d links the first one waits for marks: %t; want the one that was made first", len(ins), l.Marks.Missing())
+	}
+	close(gate)
+	for i := range 3 {
+		if m := server.next(); int(m.Timestamp) != i {
+			t.Errorf("message %d, want %d", m.Timestamp, i)
+		}
+	}
+	if worker.down(8) || server.down(9) {
+		t.Error("a peer is held for lost")
 	}
 }
 

@@ -157,8 +157,14 @@ func (v *Van) Start(recv van.Receiver) {
 	start := v.acceptor.listener != nil && !v.peers.Closed()
 	v.peers.Mu.Unlock()
 	v.inner.Start(func(m *van.Message) {
-		if !m.IsControl() && v.peers.Marked(m) {
-			return
+		if !m.IsControl() {
+			if v.peers.Marked(m) {
+				return
+			}
+			if n := v.peers.Of(m.Sender); n != nil {
+				n.Data.inside.Add(1)
+				defer n.Data.inside.Add(-1)
+			}
 		}
 		if !m.Request && !m.Push && !m.IsControl() {
 			v.dests.Answered(m)
