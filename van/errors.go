@@ -26,7 +26,8 @@ var (
 	ErrUnknownPeer = errors.New("no such peer")
 	// ErrQueueFull: the send queue of the peer is at its limit. The message was not sent.
 	ErrQueueFull = errors.New("send queue full")
-	// ErrFinished: the peer serves no more requests: its server was shut down, or its program waits in Finalize or in Python's stop().
+	// ErrFinished: the peer serves no more requests: its server was shut down, its application was closed, or its program waits in
+	// Finalize or in Python's stop().
 	ErrFinished = errors.New("finished")
 	// ErrTimeout: a wait reached its limit.
 	ErrTimeout = errors.New("timed out")
