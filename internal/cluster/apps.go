@@ -82,14 +82,8 @@ func (a *apps) deliver(msg *van.Message) {
 			return
 		}
 	}
-	if c.backlogs.active.Load() {
-		queued, ended := c.backlogs.enqueue(msg)
-		if ended {
-			c.refuseEnded(msg)
-		}
-		if queued || ended {
-			return
-		}
+	if c.backlogs.active.Load() && c.backlogs.enqueue(msg) {
+		return
 	}
 	if msg.Request && msg.InPoll && c.serves && a.role == van.Worker {
 		c.deliverOnBacklog(msg)
@@ -119,7 +113,7 @@ func (a *apps) failAll(err error) {
 	a.mu.Unlock()
 	for _, c := range a.customers() {
 		c.abortAll(err)
-		c.endBacklogs()
+		c.backlogs.end()
 	}
 }
 

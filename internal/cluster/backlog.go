@@ -36,7 +36,8 @@ func (o *overfull) set(mark *bool, over bool) {
 type backlogs struct {
 	self     *nodeInfo
 	overfull *overfull
-	active   atomic.Bool // queues is not empty
+	refuse   func(*van.Message) // called with the messages that the end drops, without mu
+	active   atomic.Bool        // queues is not empty
 	mu       sync.Mutex
 	queues   map[int]*backlog
 	changed  sync.Cond // a backlog has shrunk, or ended is set
@@ -50,8 +51,8 @@ type backlog struct {
 	over  bool // counted in overfull
 }
 
-func (s *backlogs) init(self *nodeInfo, over *overfull) {
-	s.self, s.overfull = self, over
+func (s *backlogs) init(self *nodeInfo, over *overfull, refuse func(*van.Message)) {
+	s.self, s.overfull, s.refuse = self, over, refuse
 	s.changed.L = &s.mu
 }
 
@@ -75,24 +76,27 @@ func (s *backlogs) fill(kept []queuedRequest) (senders []int) {
 	return senders
 }
 
-// enqueue queues msg after its sender's backlog, if there is one, and reports whether it did. ended reports that the caller has to
-// refuse msg. While the backlog has STEPAF_RECV_BUDGET_PEER bytes or more enqueue blocks, and with it the receiving of that sender's
-// messages. In a Poll it does not block, but the backlog counts as overfull, see apps.tryEnqueue.
-func (s *backlogs) enqueue(msg *van.Message) (queued, ended bool) {
+// enqueue queues msg after its sender's backlog, if there is one, or refuses it after end. It reports whether it did either. While the
+// backlog has STEPAF_RECV_BUDGET_PEER bytes or more it blocks, and with it the receiving of that sender's messages. In a Poll it does
+// not block, but the backlog counts as overfull, see apps.tryEnqueue.
+func (s *backlogs) enqueue(msg *van.Message) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for limit, paused := s.self.cfg.RecvBudgetPeer, false; ; paused = true {
 		b := s.queues[msg.Sender]
 		switch {
 		case s.ended:
-			return false, true
+			s.mu.Unlock()
+			s.refuse(msg)
+			s.mu.Lock()
+			return true
 		case b == nil:
-			return false, false
+			return false
 		case limit <= 0 || b.bytes < limit || msg.InPoll || failpoint.On("recv-budget"):
 			s.overfull.set(&b.over, b.over || limit > 0 && b.bytes >= limit)
 			b.queue = append(b.queue, msg.Retain())
 			b.bytes += weight(msg)
-			return true, false
+			return true
 		}
 		if !paused {
 			s.self.pausedRead(msg.Sender, b.bytes, "a peer is not read for now: its earlier messages wait for a handler")
@@ -102,13 +106,15 @@ func (s *backlogs) enqueue(msg *van.Message) (queued, ended bool) {
 }
 
 // enqueueOrStart queues msg without a limit. If its sender had no backlog, it makes one and calls start, which must run deliverFrom on
-// another goroutine. After end it returns false, and the caller has to refuse msg.
-func (s *backlogs) enqueueOrStart(msg *van.Message, start func()) bool {
+// another goroutine. After end it refuses msg.
+func (s *backlogs) enqueueOrStart(msg *van.Message, start func()) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	if s.ended {
-		return false
+		s.mu.Unlock()
+		s.refuse(msg)
+		return
 	}
+	defer s.mu.Unlock()
 	b := s.queues[msg.Sender]
 	if b == nil {
 		if s.queues == nil {
@@ -121,7 +127,6 @@ func (s *backlogs) enqueueOrStart(msg *van.Message, start func()) bool {
 	}
 	b.queue = append(b.queue, msg.Retain())
 	b.bytes += weight(msg)
-	return true
 }
 
 // next takes the oldest message of a sender's backlog. When none is left, it removes the backlog and returns nil.
@@ -143,10 +148,10 @@ func (s *backlogs) next(sender int) *van.Message {
 	return msg
 }
 
-// end ends waits in enqueue, and takes the messages of all backlogs.
-func (s *backlogs) end() (rest []*van.Message) {
+// end ends waits in enqueue, and refuses the messages of all backlogs.
+func (s *backlogs) end() {
+	var rest []*van.Message
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	s.ended = true
 	s.changed.Broadcast()
 	for _, b := range s.queues {
@@ -154,5 +159,9 @@ func (s *backlogs) end() (rest []*van.Message) {
 		b.queue, b.bytes = nil, 0
 		s.overfull.set(&b.over, false)
 	}
-	return rest
+	s.mu.Unlock()
+	for _, msg := range rest {
+		s.refuse(msg)
+		msg.Release()
+	}
 }

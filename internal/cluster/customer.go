@@ -47,7 +47,12 @@ type Customer struct {
 func newCustomer(n *Node, app, id int, first int32, in *Inbound, handle func(*van.Message)) *Customer {
 	in.self, in.processes = &n.nodeInfo, &n.processes
 	c := &Customer{node: n, app: app, id: id, inbound: in, handle: handle}
-	c.backlogs.init(&n.nodeInfo, &n.apps.overfull)
+	c.backlogs.init(&n.nodeInfo, &n.apps.overfull, func(msg *van.Message) {
+		if msg.Request && c.serves {
+			n.notices.refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp,
+				fmt.Errorf("%w: %s has closed application %d", van.ErrFinished, n.Name(), app))
+		}
+	})
 	c.requests.init(first)
 	return c
 }
@@ -325,27 +330,9 @@ func (c *Customer) deliverFrom(sender int) {
 // else, so the handler runs on the goroutine of its sender's backlog.
 func (c *Customer) deliverOnBacklog(msg *van.Message) {
 	sender := msg.Sender
-	if !c.backlogs.enqueueOrStart(msg, func() {
+	c.backlogs.enqueueOrStart(msg, func() {
 		c.node.apps.deliveries.Go(func() { c.deliverFrom(sender) })
-	}) {
-		c.refuseEnded(msg)
-	}
-}
-
-// endBacklogs refuses the requests of the backlogs, and ends the waits for them. Later messages with a backlog are refused, too.
-func (c *Customer) endBacklogs() {
-	for _, msg := range c.backlogs.end() {
-		c.refuseEnded(msg)
-		msg.Release()
-	}
-}
-
-// refuseEnded refuses msg if it is a request to an application that accepts requests. The customer or its node is closed.
-func (c *Customer) refuseEnded(msg *van.Message) {
-	if msg.Request && c.serves {
-		c.node.notices.refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp,
-			fmt.Errorf("%w: %s has closed application %d", van.ErrFinished, c.node.Name(), c.app))
-	}
+	})
 }
 
 // peerLost fails the requests that node id has not answered, if they were opened up to openedUntil, and ends the contexts of the
@@ -407,7 +394,7 @@ func (c *Customer) Close() {
 	c.closed = true
 	next := c.requests.next
 	c.mu.Unlock()
-	c.endBacklogs() // before remove: failAll ends only the backlogs of customers that are in the table
+	c.backlogs.end() // before remove: failAll ends only the backlogs of customers that are in the table
 	c.node.apps.remove(c, next)
 	c.abortAll(&van.Error{Op: "close", Node: c.node.Name(), Err: van.ErrClosed})
 }

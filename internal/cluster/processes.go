@@ -79,6 +79,9 @@ func (t *processes) has(id int, record *van.Node) bool {
 	return !ok || who.Incarnation == t.of(id).incarnation
 }
 
+// isMember reports whether the record of a process with node id has arrived. This node does not count.
+func (t *processes) isMember(id int) bool { return t.of(id).known && id != t.self.ID() }
+
 // waits reports whether the process that had node id at that epoch may wait for an answer: it is not lost, and has not been replaced.
 // A node waits for its own answers.
 func (t *processes) waits(id int, epoch uint32) bool {

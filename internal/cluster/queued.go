@@ -171,14 +171,14 @@ func (a *apps) whyNever(msg *van.Message) string {
 		return "its sender has been lost"
 	case a.self.cfg.RecvBudget > 0 && size > a.self.cfg.RecvBudget:
 		return fmt.Sprintf("this one has %d bytes (STEPAF_RECV_BUDGET=%d)", size, a.self.cfg.RecvBudget)
-	case a.isMember(msg.Sender):
+	case a.processes.isMember(msg.Sender):
 		return ""
 	case !a.self.mayJoin(msg.Sender):
 		return "its sender is no member of the cluster"
 	}
 	strangers := 0
 	for id, of := range a.usage {
-		if !a.isMember(id) {
+		if !a.processes.isMember(id) {
 			strangers += of.bytes
 		}
 	}
@@ -187,9 +187,6 @@ func (a *apps) whyNever(msg *van.Message) string {
 	}
 	return a.whyFull(msg)
 }
-
-// isMember reports whether id has a process in the table. This node does not count.
-func (a *apps) isMember(id int) bool { return a.processes.of(id).known && id != a.self.ID() }
 
 // whyFull returns the reason why msg cannot be queued now, or "". The first message of a sender may be longer than
 // STEPAF_RECV_BUDGET_PEER: it could never be received otherwise. a.mu is held.

@@ -150,12 +150,11 @@ func TestBudgetAfterABacklog(t *testing.T) {
 			return (&van.Message{Meta: van.Meta{Request: true, Timestamp: ts}, Sender: 9}).Retain()
 		}
 		self := &nodeInfo{cfg: &Config{RecvBudgetPeer: 2 * weight(request(0))}, log: slog.New(slog.DiscardHandler)}
-		s.init(self, new(overfull))
+		s.init(self, new(overfull), func(*van.Message) {})
 		s.fill([]queuedRequest{{msg: request(0)}, {msg: request(1)}, {msg: request(2)}})
 		kept := make(chan bool, 1)
 		go func() {
-			queued, _ := s.enqueue(request(3))
-			kept <- queued
+			kept <- s.enqueue(request(3))
 		}()
 		for ts := range int32(2) {
 			synctest.Wait()
@@ -188,27 +187,23 @@ func TestEndOfABacklog(t *testing.T) {
 			return (&van.Message{Meta: van.Meta{Request: true, Timestamp: ts}, Sender: 9}).Retain()
 		}
 		self := &nodeInfo{cfg: &Config{RecvBudgetPeer: weight(request(0))}, log: slog.New(slog.DiscardHandler)}
-		s.init(self, new(overfull))
+		refused := make(chan int32, 3) // timestamps
+		s.init(self, new(overfull), func(m *van.Message) { refused <- m.Timestamp })
 		s.fill([]queuedRequest{{msg: request(0)}, {msg: request(1)}})
-		refused := make(chan bool, 1)
-		go func() {
-			_, ended := s.enqueue(request(2))
-			refused <- ended
-		}()
+		kept := make(chan bool, 1)
+		go func() { kept <- s.enqueue(request(2)) }()
 		synctest.Wait()
-		if len(refused) > 0 {
+		if len(kept) > 0 {
 			t.Fatal("the receiver does not wait")
 		}
-		if rest := s.end(); len(rest) != 2 || rest[0].Timestamp != 0 {
-			t.Errorf("the messages %v are left, want 0 and 1", rest)
-		}
+		s.end()
 		synctest.Wait()
-		if len(refused) == 0 {
+		if len(kept) == 0 {
 			t.Error("the receiver waits after the end")
 			s.changed.Broadcast()
 		}
-		if m := s.next(9); !<-refused || m != nil {
-			t.Errorf("after the end: message %v is next, want none, and the last one refused", m)
+		if m := s.next(9); !<-kept || m != nil || len(refused) != 3 {
+			t.Errorf("after the end: message %v is next and %d are refused; want none, and all 3", m, len(refused))
 		}
 	})
 }
