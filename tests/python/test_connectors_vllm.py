@@ -630,6 +630,7 @@ from fserver.connectors import vllm_afd as v
 v._register_ops()
 calls = []
 class Side:
+    streams = True
     def send(self, stage, tensors, layer): calls.append(("send", stage, [x.clone() for x in tensors]))
     def recv(self, stage, out): calls.append(("recv", stage)); out.copy_(calls[-2][2][0] * 2); return out
 c = object.__new__(v.StepMeshAFDConnector)
