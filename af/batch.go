@@ -199,12 +199,8 @@ func (b Batch) Release(opts ...StreamOption) {
 	}
 	event, err := b.w.s.late.RecordEvent(uintptr(stream))
 	switch {
-	case errors.Is(err, backend.ErrUnsupported): // a graph has captured the use of the memory
-		b.w.s.node.Log().Warn("memory of received tensors cannot be reused", "worker", b.w.s.node.PeerName(b.w.instance), "err", err)
-	case err != nil:
-		b.w.unref() // the device is lost
-	case event == nil && !b.w.s.late.Busy(): // the work is done
-		b.w.unref()
+	case err != nil, event == nil && !b.w.s.late.Busy(): // the second: the work is done
+		(*reading)(b.w).SendNow(err)
 	case !b.w.s.late.Add((*reading)(b.w), event):
 		b.w.unref() // the node has left; its device's memory is freed after that work
 	}
@@ -213,8 +209,17 @@ func (b Batch) Release(opts ...StreamOption) {
 // reading is a batch that the device still reads.
 type reading batchState
 
-func (*reading) Canceled() bool  { return false }
-func (r *reading) SendNow(error) { (*batchState)(r).unref() }
+func (*reading) Canceled() bool { return false }
+
+// SendNow drops the reference, unless err leaves open whether the device still reads the memory.
+func (r *reading) SendNow(err error) {
+	b := (*batchState)(r)
+	if err == nil || errors.Is(err, backend.ErrDeviceLost) || errors.Is(err, van.ErrClosed) || errors.Is(err, backend.ErrClosed) {
+		b.unref()
+		return
+	}
+	b.s.node.Log().Warn("memory of received tensors cannot be reused", "worker", b.s.node.PeerName(b.instance), "err", err)
+}
 
 // unref drops one reference; after the last one the state is reused.
 func (b *batchState) unref() {

@@ -2,7 +2,10 @@ package af_test
 
 import (
 	"bytes"
+	"cmp"
+	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -536,6 +539,77 @@ func TestReleaseAfterLeaving(t *testing.T) {
 	b.Release(af.Stream(3))
 	if n := hook.Held(); n != 0 {
 		t.Errorf("%d messages are held, want none", n)
+	}
+}
+
+type pretended = simgpu.Device
+
+// faultyEvents is a device whose events fail, with record when they are recorded, or with sync when they are awaited.
+type faultyEvents struct {
+	*pretended
+	record, sync error
+}
+
+func (d *faultyEvents) NewEvent() (backend.Event, error) {
+	e, err := d.pretended.NewEvent()
+	return &faultyEvent{e, d}, err
+}
+
+type faultyEvent struct {
+	backend.Event
+	d *faultyEvents
+}
+
+func (e *faultyEvent) Record(s uintptr) error { return cmp.Or(e.d.record, e.Event.Record(s)) }
+
+func (e *faultyEvent) Sync(ctx context.Context) error {
+	if e.d.sync != nil {
+		return e.d.sync
+	}
+	return e.Event.Sync(ctx)
+}
+
+// TestReleaseOnFaultyStream: after an error that leaves open whether the stream still reads the tensors, their memory
+// is not reused.
+func TestReleaseOnFaultyStream(t *testing.T) {
+	unknown := errors.New("of no known kind")
+	lost, closed := fmt.Errorf("%w: test", backend.ErrDeviceLost), fmt.Errorf("%w: test", backend.ErrClosed)
+	for name, tt := range map[string]struct {
+		record, sync error
+		held         int
+	}{
+		"record": {unknown, nil, 1}, "record in a graph": {backend.ErrUnsupported, nil, 1}, "record, device lost": {lost, nil, 0}, "record, closed": {closed, nil, 0},
+		"wait": {nil, unknown, 1}, "wait, device lost": {nil, lost, 0}, "wait, closed": {nil, closed, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			hook := &hooks.Van{}
+			wdev, sdev := simgpu.New(0), &faultyEvents{simgpu.New(0), tt.record, tt.sync}
+			t.Cleanup(func() { _ = errors.Join(wdev.Close(), sdev.Close()) })
+			c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0), Backend: func(role string, _ int) backend.Backend {
+				return map[string]backend.Backend{"worker": wdev, "server": sdev}[role]
+			}})
+			kept := make(chan af.Batch, 1)
+			s := serve(t, c.Servers[0], func(b af.Batch) { kept <- b.Retain() })
+			h, err := newWorker(t, c.Workers[0]).PushPull([]af.KeyTensor{{Key: 1, Val: deviceTensor(t, wdev, make([]byte, 9000))}}, nil, af.Complete)
+			if err != nil {
+				t.Fatal(err)
+			}
+			b := <-kept
+			if err := errors.Join(b.Respond(nil), h.Wait(t.Context())); err != nil {
+				t.Fatal(err)
+			}
+			gate := make(chan struct{})
+			open := sync.OnceFunc(func() { close(gate) })
+			t.Cleanup(open)
+			sdev.Queue(3, func() { <-gate })
+			b.Release(af.Stream(3))
+			vantest.Eventually(t, 20*time.Second, "the queue is empty", func() bool { return !s.Late() })
+			if n := hook.Held(); n != tt.held {
+				t.Errorf("%d messages are held, want %d", n, tt.held)
+			}
+			open()
+			c.Finalize(t)
+		})
 	}
 }
 

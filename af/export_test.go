@@ -41,3 +41,6 @@ func (x *Prepared) RoundLimit() time.Duration { return time.Duration(x.byStream.
 
 // Servers is the number of the worker's servers.
 func (w *Worker) Servers() int { return len(w.calls.servers) }
+
+// Late reports whether batches wait for the device.
+func (s *Server) Late() bool { return s.late.Busy() }
