@@ -19,11 +19,11 @@ import (
 type Notify struct {
 	p *Process // supplies the session; nil if the Notify is attached already
 
-	mu       sync.Mutex // not held in WaitFlag, which may block until a release makes room
+	mu       sync.Mutex // not held in wait, which may block until a release makes room
 	attached bool       // s, device and word are set and no longer change
 
 	s      *Session
-	device backend.StreamFlagger
+	device backend.FlagDevice
 	word   backend.Mem
 
 	counter uint32 // the value that ends the next wait
@@ -128,7 +128,23 @@ func (n *Notify) Block(stream uintptr) error {
 	if dropped {
 		return fmt.Errorf("block_now_stream: %w", errDropped)
 	}
-	return n.device.WaitFlag(stream, n.word, counter) // does not wait if release was called in the meantime
+	if err := n.wait(stream, counter); err != nil { // the stream does not wait if release was called in the meantime
+		return fmt.Errorf("block_now_stream: %w", err)
+	}
+	return nil
+}
+
+// wait makes stream wait until the flag reaches counter. It refuses a stream that is being captured: only the first
+// replay of the graph would wait.
+func (n *Notify) wait(stream uintptr, counter uint32) error {
+	captured, err := n.device.Capturing(stream)
+	if err != nil {
+		return err
+	}
+	if captured {
+		return fmt.Errorf("%w: the stream is being captured, and replays of the graph would not wait", backend.ErrUnsupported)
+	}
+	return n.device.WaitFlag(stream, n.word, counter)
 }
 
 // StreamWait makes stream wait for a worker's request. If the request fails, the stream continues, and Done returns the
@@ -177,7 +193,7 @@ func (n *Notify) begin(w *notice, stream uintptr, poll func(*notice) error) erro
 		}
 		return fmt.Errorf("%s: %w: the result of %s was not fetched: call %s() first", w.op, ErrMisuse, under.op, fetch)
 	}
-	if err := n.device.WaitFlag(stream, n.word, counter); err != nil {
+	if err := n.wait(stream, counter); err != nil {
 		n.mu.Lock()
 		defer n.mu.Unlock()
 		if n.under == w {

@@ -2,6 +2,7 @@ package core
 
 import (
 	"errors"
+	"strings"
 	"testing"
 	"time"
 
@@ -306,4 +307,43 @@ func TestNotifyAfterARefusal(t *testing.T) {
 		t.Error(err)
 	}
 	passes(t, d, 3)
+}
+
+// TestNotifyOfAGraph: a stream that is being captured is refused, and the graph gets no work.
+func TestNotifyOfAGraph(t *testing.T) {
+	worker, server, wdev, sdev := notifying(t)
+	h := request(t, worker, wdev, 1, 1, 0)
+	atWorker, atServer := newNotify(t, worker), newNotify(t, server)
+	waits := map[string]func() error{
+		"stream_wait_event":              func() error { return atWorker.StreamWait(3, int64(h)) },
+		"block_now_stream":               func() error { return atWorker.Block(3) },
+		"block_now_stream_and_get_batch": func() error { return atServer.BlockAndGetBatch(3) },
+	}
+	graphs := []*simgpu.Graph{wdev.Capture(3), sdev.Capture(3)}
+	for name, wait := range waits {
+		if err := wait(); !errors.Is(err, backend.ErrUnsupported) || !strings.Contains(err.Error(), name+": ") {
+			t.Errorf("%s in a graph: %v, want %v", name, err, backend.ErrUnsupported)
+		}
+	}
+	for _, g := range graphs {
+		if n := g.Len(); n > 0 {
+			t.Errorf("the graph has %d pieces of work", n)
+		}
+		g.End()
+	}
+	for name, wait := range waits {
+		if err := wait(); err != nil {
+			t.Errorf("%s after the capture: %v", name, err)
+		}
+	}
+	it := one(t, atServer.Batch)
+	if err := server.Respond(af.DefaultStream, it.ID, nil); err != nil {
+		t.Fatal(err)
+	}
+	it.Release()
+	if err := later(t, atWorker.Done); err != nil {
+		t.Error(err)
+	}
+	passes(t, wdev, 3)
+	passes(t, sdev, 3)
 }

@@ -546,7 +546,7 @@
 	"SimpleNotify()\n--\n\n" \
 	"Makes the current CUDA stream wait for a request, or for a batch, while Python\n" \
 	"continues to queue later work. The stream waits for a flag in pinned host memory. One\n" \
-	"wait at a time. Needs a GPU and a build with CUDA.\n" \
+	"wait at a time, and not in a CUDA graph. Needs a GPU and a build with CUDA.\n" \
 	"\n" \
 	"Launch each kernel once before it is first used after such a wait, in worker and\n" \
 	"server: CUDA loads a kernel at its first launch, and may then wait for all streams,\n" \
