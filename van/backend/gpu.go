@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"runtime"
 	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
 // gpu is the backend of one CUDA device, made of parts that own their data. All of it goes
@@ -160,7 +162,7 @@ func (g *gpu) Describe() (info Info, free int64, err error) {
 	return info, free, err
 }
 
-// closeLimit is how long Close waits for streams.
+// closeLimit is how long Close waits for calls of the driver, and then for streams.
 const closeLimit = time.Second
 
 // Close releases the device. It waits up to closeLimit for flags that streams have yet to
@@ -168,14 +170,21 @@ const closeLimit = time.Second
 //
 // If streams may wait for the CPU and do not end within closeLimit, nothing is freed: the
 // driver would wait for them, perhaps forever. The error wraps ErrInUse and says how much
-// stays allocated until the process ends.
+// stays allocated until the process ends. If a call of the driver does not return within
+// closeLimit, the error wraps ErrInUse, too, and the backend stays open.
 func (g *gpu) Close() error {
-	g.life.Lock()
-	defer g.life.Unlock()
-	if g.closed {
+	// Not Lock: while it waits, it also blocks the calls that would end that wait.
+	for end := time.Now().Add(closeLimit); !g.life.TryLock(); clock.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			return g.invalid("Close: %w: a call of the driver has not ended after %s; nothing is freed", ErrInUse, closeLimit)
+		}
+	}
+	was := g.closed
+	g.closed = true
+	g.life.Unlock() // no use of the driver is under way, and none begins
+	if was {
 		return nil
 	}
-	g.closed = true
 	if g.MayBlock() {
 		if err := g.awaitStreams(closeLimit); err != nil {
 			return g.invalid("Close: %w: %w; nothing is freed, since the driver waits for streams first: %s", ErrInUse, err, g.holdings())

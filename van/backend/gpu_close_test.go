@@ -3,7 +3,9 @@ package backend
 import (
 	"errors"
 	"maps"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 )
@@ -141,5 +143,53 @@ func TestCloseAsksTheDevice(t *testing.T) {
 	}
 	if n := f.times("memFree"); n != 1 {
 		t.Errorf("%d calls of memFree, want 1", n)
+	}
+}
+
+// TestCloseWhileTheDriverBlocks: Close does not wait without a limit for a call of the driver, and meanwhile other calls
+// go on, since one of them may end the wait of the first.
+func TestCloseWhileTheDriverBlocks(t *testing.T) {
+	f := newFake(1)
+	b, err := newGPU(f, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := b.(*gpu)
+	in, gate, called := make(chan struct{}), make(chan struct{}), make(chan error, 1)
+	ends := sync.OnceFunc(func() { close(gate) })
+	t.Cleanup(ends)
+	go func() { called <- g.enter(func() error { close(in); <-gate; return nil }) }()
+	<-in
+	closed, used := make(chan error, 1), make(chan error, 1)
+	go func() { closed <- g.Close() }()
+	go func() {
+		var err error
+		for end := time.Now().Add(closeLimit / 2); err == nil && time.Now().Before(end); clock.Sleep(minPause) {
+			err = g.Health()
+		}
+		used <- err
+	}()
+	limit := time.After(10 * time.Second)
+	for range 2 {
+		select {
+		case err := <-used:
+			if err != nil {
+				t.Errorf("another call: %v", err)
+			}
+		case err := <-closed:
+			wantError(t, err, ErrInUse, "gpu:0: Close", "not ended after 1s")
+		case <-limit:
+			t.Fatal("a call, or Close, waits for a call that the driver does not end")
+		}
+	}
+	ends()
+	if err := <-called; err != nil {
+		t.Error(err)
+	}
+	if err := g.Close(); err != nil {
+		t.Errorf("Close again: %v", err)
+	}
+	if l := f.leaks(); len(l) > 0 {
+		t.Error(l)
 	}
 }
