@@ -7,6 +7,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/simgpu"
 	_ "github.com/stepaf/stepaf-go/tests/testlimit"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -84,5 +85,46 @@ func TestPage(t *testing.T) {
 	refuse = true
 	if _, err := p.Take(256, 256, alloc); !errors.Is(err, backend.ErrNoMemory) {
 		t.Error(err)
+	}
+}
+
+// waiting is a device whose streams may wait.
+type waiting struct{ backend.StreamDevice }
+
+func (waiting) MayBlock() bool { return true }
+
+// TestMap: memory that is not the expected one does not stay mapped, unless streams of the device may wait.
+func TestMap(t *testing.T) {
+	far, near := simgpu.New(0), simgpu.New(1)
+	m, err := far.Alloc(PageLen)
+	if err != nil {
+		t.Fatal(err)
+	}
+	token := NewToken()
+	copy(simgpu.Raw(m), token[:])
+	e, err := far.Export(m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, tt := range []struct {
+		name  string
+		d     backend.StreamDevice
+		n     int
+		token Token
+		want  error
+		left  int
+	}{
+		{"right", near, PageLen, token, nil, 1},
+		{"another token", near, PageLen, NewToken(), van.ErrMalformed, 0},
+		{"too short", near, PageLen + 1, token, van.ErrMalformed, 0},
+		{"another token, streams may wait", waiting{near}, PageLen, NewToken(), van.ErrMalformed, 1},
+	} {
+		before := near.Imports()
+		if _, err := Map(tt.d, e, tt.n, tt.token, "the peer's"); !errors.Is(err, tt.want) {
+			t.Errorf("%s: %v, want %v", tt.name, err, tt.want)
+		}
+		if n := near.Imports() - before; n != tt.left {
+			t.Errorf("%s: %d imports are open, want %d", tt.name, n, tt.left)
+		}
 	}
 }

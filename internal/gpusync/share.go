@@ -4,6 +4,7 @@ package gpusync
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 
 	"github.com/stepaf/stepaf-go/internal/random"
@@ -29,18 +30,21 @@ func NewToken() (t Token) {
 }
 
 // Map maps n bytes of device memory that another process has exported, and checks its token. owner names the process
-// in the error, for example "the peer's".
+// in the error, for example "the peer's". After an error nothing stays mapped, unless streams of the device may wait:
+// the driver would wait for them.
 func Map(d backend.StreamDevice, e backend.Export, n int, t Token, owner string) (backend.Mem, error) {
-	m, _, err := van.MapExport(d, e, n)
-	if err != nil {
-		return m, err
+	m, all, err := van.MapExport(d, e, n)
+	if err == nil {
+		var got Token
+		if err = d.Copy(backend.Bytes(got[:]), m.Sub(0, TokenLen)); err == nil && got != t {
+			err = fmt.Errorf("%w: the memory mapped is not %s; it may be on another host", van.ErrMalformed, owner)
+		}
 	}
-	var got Token
-	if err := d.Copy(backend.Bytes(got[:]), m.Sub(0, TokenLen)); err != nil {
-		return m, err
+	if err == nil {
+		return m, nil
 	}
-	if got != t {
-		return m, fmt.Errorf("%w: the memory mapped is not %s; it may be on another host", van.ErrMalformed, owner)
+	if all.Len() > 0 && !backend.MayBlockOf(d)() {
+		err = errors.Join(err, d.CloseImport(all))
 	}
-	return m, nil
+	return backend.Mem{}, err
 }
