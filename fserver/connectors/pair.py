@@ -621,10 +621,14 @@ class QueuedBatch:
             raise ValueError("%s: stage %d: the answer is %s of shape %s, want %s of shape %s, for attention %s" % (
                 side, self.stage, _dtype_name(out.dtype), tuple(out.shape), _dtype_name(side.out_dtype), want, _list(self.ranks)))
         begin, parts, self._parts = 0, self._parts, None
-        for _, channel, rows in parts:
-            _raw(channel.first(rows)[1]).copy_(_raw(out if rows == want[0] else out[begin:begin + rows]))
-            channel.exchange.send()
-            begin += rows
+        try:
+            for _, channel, rows in parts:
+                _raw(channel.first(rows)[1]).copy_(_raw(out if rows == want[0] else out[begin:begin + rows]))
+                channel.exchange.send()
+                begin += rows
+        except BaseException:
+            side._channels.close()  # the other ranks must not wait for their rows
+            raise
         return Answers([])
 
 

@@ -105,6 +105,18 @@ def test_exchanges_end_together(capture, some, monkeypatch):
     assert not all_wait.broken
 
 
+def test_failed_answer_ends_all_exchanges(capture, some):
+    def send():
+        raise f.ConnectionError("the exchange is over")
+
+    parts = [(rank, some.get(rank, 0, ROWS, 1), 1) for rank in (0, 1)]
+    parts[0][1].exchange.send = send
+    batch = pair.QueuedBatch(types.SimpleNamespace(_channels=some, width=4, out_dtype=torch.float32), 0, parts)
+    with pytest.raises(f.ConnectionError, match="is over"):
+        batch.respond(torch.zeros(2, 4))
+    assert parts[1][1].exchange.over and some.ended == 1
+
+
 def test_messages_in_a_capture(capture):
     capture.on = True
     side = FFN.__new__(FFN)
