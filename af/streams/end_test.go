@@ -171,6 +171,58 @@ func TestStreamsPart(t *testing.T) {
 	}
 }
 
+// TestCloseTwice: of two calls of Close at the same time, neither returns before the exchange has ended.
+func TestCloseTwice(t *testing.T) {
+	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
+	p := s.prepare(t, 10, 10)[0]
+	hear := s.servers[0].Deaf()
+	ended := make(chan bool, 2)
+	for range 2 {
+		go func() {
+			_ = p.x.Close()
+			ended <- p.x.Settled()
+		}()
+	}
+	early := time.AfterFunc(100*time.Millisecond, hear)
+	for range 2 {
+		if !<-ended {
+			t.Error("Close has returned before the exchange has ended")
+		}
+	}
+	if early.Stop() {
+		hear()
+	}
+}
+
+// TestCloseBehindABlockedDriver: the end of a node, and Close, do not wait for a driver that does not return.
+func TestCloseBehindABlockedDriver(t *testing.T) {
+	for name, end := range map[string]func(w *end) error{
+		"Close":       func(w *end) error { return w.Ends.Close() },
+		"of the node": func(w *end) error { w.Node.Close(); return nil },
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := start(t, testcluster.Options{Workers: 1, Servers: 1})
+			p := s.prepare(t, 10, 10)[0]
+			unblock := s.workers[0].BlockDriver()
+			t.Cleanup(unblock)
+			done := make(chan error, 1)
+			go func() { done <- end(s.workers[0]) }()
+			select {
+			case err := <-done:
+				if err != nil {
+					t.Error(err)
+				}
+				if p.x.Check() == nil {
+					t.Error("the exchange has not ended")
+				}
+			case <-time.After(10 * time.Second):
+				t.Error("it waits for the driver")
+			}
+			unblock()
+		})
+	}
+}
+
 // TestLostWithoutAWord: streams do not wait for the end of a peer that is lost without a message.
 func TestLostWithoutAWord(t *testing.T) {
 	hook := &hooks.Van{}

@@ -7,9 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
-	"slices"
-	"sync"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/clock"
@@ -92,8 +89,8 @@ func (e *Ends) begin(x *Exchange) error {
 	return nil
 }
 
-// Close ends all exchanges, and notifies the peers. It waits up to 1 s for calls of the device's driver, and returns nil;
-// Exchange.Check returns the errors of exchanges.
+// Close ends all exchanges, and notifies the peers. It waits up to 2 s for the peers, and for calls of the device's
+// driver, and returns nil; Exchange.Check returns the errors of exchanges.
 func (e *Ends) Close() error {
 	e.unwatch()
 	e.end(fmt.Errorf("%w: this node's exchanges in streams", van.ErrClosed))
@@ -102,31 +99,31 @@ func (e *Ends) Close() error {
 	return nil
 }
 
-// end ends all exchanges, and refuses new ones. The device may be closed afterwards, unless goroutines are still
-// blocked in its driver.
+// end is stop, and waits until the exchanges have ended. The device may be closed afterwards, unless goroutines are
+// still blocked in its driver.
 func (e *Ends) end(err error) {
 	e.stop(err)
 	done := make(chan struct{})
 	go func() { e.failing.Wait(); close(done) }()
-	gpusync.AwaitClose(done)
+	if !gpusync.AwaitClose(done) { // for the peers
+		gpusync.AwaitClose(done) // for the driver
+	}
 }
 
-// stop is end, but does not wait for goroutines that are already ending exchanges.
+// stop begins the end of all exchanges, and refuses new ones.
 func (e *Ends) stop(err error) {
 	e.mu.Lock()
-	if e.over == nil {
-		e.over = err
-		close(e.ended)
+	defer e.mu.Unlock()
+	if e.over != nil {
+		return
 	}
+	e.over = err
+	for _, x := range e.all {
+		e.failing.Go(func() { x.fail(err) })
+	}
+	close(e.ended)
 	clear(e.offers)
 	e.wake()
-	all := slices.Collect(maps.Values(e.all))
-	e.mu.Unlock()
-	var ending sync.WaitGroup
-	for _, x := range all {
-		ending.Go(func() { x.fail(err) })
-	}
-	ending.Wait()
 }
 
 // peerChanged is called when a peer is lost, or when it or its replacement process is connected. It must not block.

@@ -53,7 +53,7 @@ type Exchange struct {
 	sendNext bool
 	half     bool // the first half of the open round was captured; no round is open if sendNext == first
 	captured atomic.Bool
-	closed   atomic.Bool
+	closing  sync.Once
 
 	failed atomic.Pointer[error]
 	ending *gpusync.Ending
@@ -261,28 +261,33 @@ func (x *Exchange) left(from int, text string) {
 // by an ended exchange is invalid. After Close the tensors are the caller's, unless the exchange was ever captured:
 // replayed graphs still copy, but do not wait, and no peer waits for them.
 func (x *Exchange) Close() error {
-	err := x.Check()
-	if x.closed.Swap(true) {
-		return nil
-	}
-	x.fail(fmt.Errorf("%w: its end", van.ErrClosed))
-	<-x.done
-	x.queueing.Lock() // a call that queues work now has taken the tensors before
-	defer x.queueing.Unlock()
-	if !x.captured.Load() && x.host.settle() {
-		if x.host != nil {
-			if err := errors.Join(x.host.free(x.mem.m), x.mem.unmap()); err != nil {
-				x.ends.node.Log().Warn("an exchange by hosts could not release all resources of its device", "exchange", x.describe(), "err", err)
-			}
+	var err error
+	x.closing.Do(func() { // another call waits
+		err = x.Check()
+		x.fail(fmt.Errorf("%w: its end", van.ErrClosed))
+		<-x.done
+		x.queueing.Lock() // a call that queues work now has taken the tensors before
+		defer x.queueing.Unlock()
+		if !x.captured.Load() && x.host.settle() {
+			giveBack(x)
 		}
-		x.mem.putBack()
-		for _, p := range x.peers {
-			for _, t := range slices.Concat(p.in, p.out) {
-				t.Val.Mem().Release()
-			}
-		}
-	}
+	})
 	return err
+}
+
+// giveBack releases the tensors and the buffers of an ended exchange that the device no longer uses.
+func giveBack(x *Exchange) {
+	if x.host != nil {
+		if err := errors.Join(x.host.free(x.mem.m), x.mem.unmap()); err != nil {
+			x.ends.node.Log().Warn("an exchange by hosts could not release all resources of its device", "exchange", x.describe(), "err", err)
+		}
+	}
+	x.mem.putBack()
+	for _, p := range x.peers {
+		for _, t := range slices.Concat(p.in, p.out) {
+			t.Val.Mem().Release()
+		}
+	}
 }
 
 // check ends the exchange if its round exceeds the limit. Only watch calls it.

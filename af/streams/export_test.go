@@ -2,6 +2,7 @@ package streams
 
 import (
 	"fmt"
+	"sync"
 	"testing"
 	"time"
 
@@ -59,4 +60,34 @@ func (e *Ends) BuffersAtMost(b backend.Backend, n int) error {
 	err := m.open(b)
 	m.buffers = backend.NewPool(n, b.Alloc, b.Free).For(b)
 	return err
+}
+
+// blocked is a device whose WriteFlag waits for the end of a gate.
+type blocked struct {
+	device
+	gate chan struct{}
+}
+
+func (b blocked) WriteFlag(s uintptr, word backend.Mem, v uint32) error {
+	<-b.gate
+	return b.device.WriteFlag(s, word, v)
+}
+
+// BlockDriver makes WriteFlag of the device of e wait until the returned function is called. No call may be under way.
+func (e *Ends) BlockDriver() (unblock func()) {
+	e.memory.mu.Lock()
+	defer e.memory.mu.Unlock()
+	gate := make(chan struct{})
+	e.memory.dev = blocked{e.memory.dev, gate}
+	return sync.OnceFunc(func() { close(gate) })
+}
+
+// Settled reports whether x has ended, here and for its peers.
+func (x *Exchange) Settled() bool {
+	select {
+	case <-x.done:
+		return true
+	default:
+		return false
+	}
 }

@@ -32,7 +32,7 @@ type Ends struct {
 	watching bool
 	ended    chan struct{} // closed when over is set
 
-	failing sync.WaitGroup // goroutines that end exchanges, or query the device; none is started after over is set
+	failing sync.WaitGroup // goroutines that end exchanges, or query the device; the last are started when over is set
 }
 
 // name identifies an exchange. Ids are assigned by workers.
