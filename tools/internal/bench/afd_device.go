@@ -59,12 +59,8 @@ type afdDevice struct {
 
 func newAFDDevice(a *afdShape, node *postoffice.Node) (*afdDevice, error) {
 	d := &afdDevice{afdShape: a, back: node.Backend(), rank: node.Rank(), made: map[string][2]*streams.Exchange{}}
-	copier, ok := d.back.(backend.AsyncCopier)
-	if !ok {
-		return nil, fmt.Errorf("bench afd: backend %s has no streams", d.back.Name())
-	}
-	s, err := copier.NewStream()
-	d.stream = af.Stream(s)
+	var err error
+	d.stream, err = newStream(d.back)
 	for i := range d.events {
 		if err == nil {
 			d.events[i], err = d.back.NewEvent()

@@ -116,13 +116,14 @@ func TestAFDDeviceValues(t *testing.T) {
 // TestAFDDeviceFloor makes rounds of two clients with two servers.
 func TestAFDDeviceFloor(t *testing.T) {
 	const n, rounds = 2, 5
+	x := floors{push: 1000, pull: 3000, clients: n}
 	var addrs []string
 	var devices []*sharing
 	for i := range 2 * n {
 		devices = append(devices, newSharing(t, i))
 	}
 	for i := range n {
-		s, err := newDeviceServer(devices[i], n, 1000, 3000)
+		s, err := deviceFloor{x, devices[i]}.serve()
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -132,7 +133,7 @@ func TestAFDDeviceFloor(t *testing.T) {
 	var group errgroup.Group
 	for i := range n {
 		group.Go(func() error {
-			c, err := dialDeviceFloor(devices[n+i], addrs, 1000, 3000)
+			c, err := deviceFloor{x, devices[n+i]}.dial(addrs)
 			if err != nil {
 				return err
 			}

@@ -5,10 +5,8 @@ package bench
 import (
 	"bufio"
 	"context"
-	"errors"
 	"fmt"
 	"io"
-	"net/netip"
 	"strings"
 	"time"
 
@@ -22,16 +20,6 @@ import (
 
 // onGPU reports whether the node's tensors are on a GPU.
 func onGPU(node *postoffice.Node) bool { return node.Backend().Device().Type == backend.GPU }
-
-// floors describes the baselines of a push_pull.
-type floors struct {
-	push, pull int
-	touch      bool // every byte is read and written between rounds
-	bare       bool // libzmq alone is measured, too
-	shared     bool // through shared memory instead of TCP
-	clients    int  // of each server; 0 is 1
-	pairs      int  // of all clients and servers
-}
 
 // end is a worker or a server of a benchmark with floors.
 type end interface {
@@ -59,12 +47,19 @@ func childWithFloor(c *cli.Context, node *postoffice.Node, x floors, newEnd func
 	if e != nil {
 		defer e.close()
 	}
+	kinds, err := x.kinds(node)
+	if err != nil {
+		return err
+	}
 	base := map[string]baseline{}
+	defer func() {
+		for _, b := range base {
+			b.close()
+		}
+	}()
 	if node.Role() == van.Server {
-		err = announceFloor(c.App.Writer, node, x)
-	} else if base[askFloor], base[askBare], err = dialAnnounced(c.App.Reader, node, x); err == nil {
-		defer base[askFloor].close()
-		defer base[askBare].close()
+		err = announceFloors(c.App.Writer, node, kinds)
+	} else if err = dialAnnounced(c.App.Reader, kinds, base); err == nil {
 		_, err = fmt.Fprintln(c.App.Writer, "{}") // the parent may send lines from here on
 	}
 	if err != nil {
@@ -85,79 +80,42 @@ func childWithFloor(c *cli.Context, node *postoffice.Node, x floors, newEnd func
 	}, &what, &form, &d, &n)
 }
 
-// announceFloor starts the servers and prints their addresses.
-func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
-	var f *floorServer
-	host, err := floorHost(node)
-	switch {
-	case err != nil:
-	case onGPU(node):
-		f, err = newDeviceServer(node.Backend(), max(x.clients, 1), x.push, x.pull)
-	case host.IsValid():
-		f, err = newVerbsServer(host, x.push, x.pull)
-	case x.shared:
-		f, err = newSharedServer(x.clients, x.pairs, x.push, x.pull)
-	default:
-		f, err = newTCPServer(x.push, x.pull, x.touch)
-	}
-	if err != nil {
-		return err
-	}
-	(*cluster.Node)(node).App().OnExit(f.close)
-	at := f.addr
-	if x.bare {
-		z, err := newZMQServer(x.pull, x.touch)
+// announceFloors starts a server of each kind and prints the addresses.
+func announceFloors(w io.Writer, node *postoffice.Node, kinds []floorKind) error {
+	var addrs []string
+	for _, k := range kinds {
+		f, err := k.serve()
 		if err != nil {
 			return err
 		}
-		(*cluster.Node)(node).App().OnExit(z.close)
-		at += " " + z.addr
+		(*cluster.Node)(node).App().OnExit(f.close)
+		addrs = append(addrs, f.addr)
 	}
-	_, err = fmt.Fprintln(w, at)
+	_, err := fmt.Fprintln(w, strings.Join(addrs, " "))
 	return err
 }
 
-// dialAnnounced reads the addresses of all servers from the parent and connects. A floor over RDMA and libzmq alone are
-// measured with one server.
-func dialAnnounced(r io.Reader, node *postoffice.Node, x floors) (floor, bare baseline, err error) {
+// dialAnnounced reads the addresses that all servers have announced from the parent, and adds a client of each kind to
+// base.
+func dialAnnounced(r io.Reader, kinds []floorKind, base map[string]baseline) error {
 	line, err := bufio.NewReader(r).ReadString('\n')
 	if err != nil {
-		return nil, nil, fmt.Errorf("bench: no address of the floor: %w", err)
+		return fmt.Errorf("bench: no address of the floor: %w", err)
 	}
-	addrs, bareAt := strings.Fields(line), ""
-	if x.bare && len(addrs) > 1 {
-		addrs, bareAt = addrs[:1], addrs[1]
+	addrs := strings.Fields(line)
+	if len(addrs) == 0 || len(addrs)%len(kinds) != 0 {
+		return fmt.Errorf("bench: the parent has sent %d addresses of %d floors", len(addrs), len(kinds))
 	}
-	if len(addrs) == 0 {
-		return nil, nil, errors.New("bench: the parent has sent no address of the floor")
+	of := make([][]string, len(kinds))
+	for i, at := range addrs {
+		of[i%len(kinds)] = append(of[i%len(kinds)], at)
 	}
-	host, err := floorHost(node)
-	switch {
-	case err != nil:
-		return nil, nil, err
-	case onGPU(node):
-		floor, err = dialDeviceFloor(node.Backend(), addrs, x.push, x.pull)
-	case host.IsValid():
-		floor, err = dialVerbsFloor(host, addrs[0], x.push, x.pull)
-	case x.shared:
-		floor, err = dialShared(addrs, node.Rank(), x.pairs, x.push, x.pull)
-	default:
-		floor, err = dialTCP(addrs, x.pairs, x.push, x.pull, x.touch)
+	for i, k := range kinds {
+		b, err := k.dial(of[i])
+		if err != nil {
+			return err
+		}
+		base[[]string{askFloor, askBare}[i]] = b
 	}
-	if err != nil || !x.bare {
-		return floor, none{}, err
-	}
-	if bare, err = dialZMQ(bareAt, x.push, x.pull, x.touch); err != nil {
-		floor.close()
-		return nil, nil, err
-	}
-	return floor, bare, nil
-}
-
-// floorHost returns the node's address if the floor uses RDMA.
-func floorHost(node *postoffice.Node) (netip.Addr, error) {
-	if node.Config().VanType != ibverbs {
-		return netip.Addr{}, nil
-	}
-	return netip.ParseAddr(node.Config().NodeHost)
+	return nil
 }

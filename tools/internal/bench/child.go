@@ -334,7 +334,7 @@ type row struct {
 	of   processes
 	line string // without the number of calls
 
-	ns        [][]int64 // by rank, as are took and cpu
+	ns, at    [][]int64 // by rank, as are took and cpu
 	took, cpu []time.Duration
 }
 
@@ -354,11 +354,12 @@ func inTurns(blocks []int, begin func(block int), rows ...*row) error {
 				return fmt.Errorf("%s: %w", r.line, err)
 			}
 			if block == 0 {
-				r.ns, r.took, r.cpu = make([][]int64, len(got)), make([]time.Duration, len(got)), make([]time.Duration, len(got))
+				r.ns, r.at = make([][]int64, len(got)), make([][]int64, len(got))
+				r.took, r.cpu = make([]time.Duration, len(got)), make([]time.Duration, len(got))
 				continue
 			}
 			for k, a := range got {
-				r.ns[k] = append(r.ns[k], a.NS...)
+				r.ns[k], r.at[k] = append(r.ns[k], a.NS...), append(r.at[k], a.At...)
 				r.took[k] += a.Took
 				r.cpu[k] += a.CPU
 			}

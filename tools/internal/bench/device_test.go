@@ -61,16 +61,17 @@ func (d *sharing) Free(m backend.Mem) error {
 func TestDeviceFloor(t *testing.T) {
 	for _, size := range [][2]int{{1, 1}, {0, 4096}, {100, 0}, {1 << 20, 3}, {2<<20 + 1, 1 << 10}} {
 		sd, cd := newSharing(t, 1), newSharing(t, 0)
-		s, err := newDeviceServer(sd, 1, size[0], size[1])
+		x := floors{push: size[0], pull: size[1], clients: 1}
+		s, err := deviceFloor{x, sd}.serve()
 		if err != nil {
 			t.Fatal(err)
 		}
-		c, err := dialDeviceFloor(cd, []string{s.addr}, size[0], size[1])
+		c, err := deviceFloor{x, cd}.dial([]string{s.addr})
 		if err != nil {
 			s.close()
 			t.Fatal(err)
 		}
-		e := c.ends[0]
+		e := c.(*deviceFloorClient).ends[0]
 		fill(simgpu.Raw(e.send))
 		for _, n := range []int{0, 3, 1} {
 			ns, err := c.measure(n)
@@ -102,16 +103,17 @@ func TestDeviceFloor(t *testing.T) {
 // TestDeviceFloorEnds: if one end disappears, the other end frees everything.
 func TestDeviceFloorEnds(t *testing.T) {
 	sd, cd := newSharing(t, 1), newSharing(t, 0)
+	x := floors{push: 10, pull: 10, clients: 1}
 	start := func() (*floorServer, *deviceFloorClient) {
-		s, err := newDeviceServer(sd, 1, 10, 10)
+		s, err := deviceFloor{x, sd}.serve()
 		if err != nil {
 			t.Fatal(err)
 		}
-		c, err := dialDeviceFloor(cd, []string{s.addr}, 10, 10)
+		c, err := deviceFloor{x, cd}.dial([]string{s.addr})
 		if err != nil {
 			t.Fatal(err)
 		}
-		return s, c
+		return s, c.(*deviceFloorClient)
 	}
 	s, c := start()
 	s.close()
@@ -124,7 +126,7 @@ func TestDeviceFloorEnds(t *testing.T) {
 	<-s.ended
 	s.close()
 	c.close()
-	if s, err := newDeviceServer(sd, 1, 10, 10); err != nil {
+	if s, err := (deviceFloor{x, sd}).serve(); err != nil {
 		t.Error(err)
 	} else {
 		s.close() // no client has connected

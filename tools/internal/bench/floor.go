@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
 	"runtime"
 	"slices"
@@ -17,6 +18,8 @@ import (
 	"syscall"
 	"time"
 	"unsafe"
+
+	"github.com/stepaf/stepaf-go/postoffice"
 )
 
 // baseline is the client of a floor.
@@ -47,14 +50,49 @@ func serving(addr string, serve, stop, free func()) *floorServer {
 	}}
 }
 
-// none is a baseline that is not measured.
-type none struct{}
+// floors describes the baselines of a push_pull.
+type floors struct {
+	push, pull int
+	touch      bool // every byte is read and written between rounds
+	bare       bool // libzmq alone is measured, too
+	shared     bool // through shared memory instead of TCP
+	clients    int  // of each server
+	pairs      int  // of all clients and servers
+}
 
-func (none) measure(int) ([]int64, error) { return nil, nil }
-func (none) close()                       {}
+// floorKind creates both ends of a floor.
+type floorKind interface {
+	serve() (*floorServer, error)
+	// dial connects a client to servers. Only the kinds tcpFloor, sharedFloor and deviceFloor connect to several.
+	dial(addrs []string) (baseline, error)
+}
 
-// newTCPServer starts a server that answers the floor rounds of one client in a thread of its own.
-func newTCPServer(push, pull int, touch bool) (*floorServer, error) {
+// kinds returns the floors that a node measures: the floor, and if x.bare is set libzmq alone.
+func (x floors) kinds(node *postoffice.Node) ([]floorKind, error) {
+	all := []floorKind{tcpFloor{x}}
+	switch {
+	case onGPU(node):
+		all[0] = deviceFloor{x, node.Backend()}
+	case node.Config().VanType == ibverbs:
+		host, err := netip.ParseAddr(node.Config().NodeHost)
+		if err != nil {
+			return nil, err
+		}
+		all[0] = verbsFloor{x, host}
+	case x.shared:
+		all[0] = sharedFloor{x, node.Rank()}
+	}
+	if x.bare {
+		all = append(all, zmqFloor{x})
+	}
+	return all, nil
+}
+
+// tcpFloor is the floor over TCP on loopback.
+type tcpFloor struct{ floors }
+
+// serve starts a server that answers the rounds of each client in a thread of its own.
+func (x tcpFloor) serve() (*floorServer, error) {
 	l, err := net.ListenTCP("tcp", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {
 		return nil, err
@@ -67,8 +105,8 @@ func newTCPServer(push, pull int, touch bool) (*floorServer, error) {
 			}
 			go func() {
 				_ = withBlocking(c, func(fd int) error {
-					in, out := make([]byte, push), make([]byte, pull)
-					return errno(C.floor_serve(C.int(fd), chars(in), C.size_t(push), chars(out), C.size_t(pull), flag(touch)))
+					in, out := make([]byte, x.push), make([]byte, x.pull)
+					return errno(C.floor_serve(C.int(fd), chars(in), C.size_t(x.push), chars(out), C.size_t(x.pull), flag(x.touch)))
 				})
 			}()
 		}
@@ -143,24 +181,25 @@ func cause(err error) int {
 	return 2
 }
 
-// dialed returns the client of a floor with a pair for each address.
-func dialed(addrs []string, poll time.Duration, dial func(addr string) (floorPair, error)) (*pairs, error) {
-	p := &pairs{poll: poll}
+// dialAll connects to each address. After an error it closes the connections.
+func dialAll[T interface{ close() }](addrs []string, dial func(addr string) (T, error)) (all []T, err error) {
 	for _, at := range addrs {
 		x, err := dial(at)
 		if err != nil {
-			p.close()
+			for _, x := range all {
+				x.close()
+			}
 			return nil, err
 		}
-		p.all = append(p.all, x)
+		all = append(all, x)
 	}
-	return p, nil
+	return all, nil
 }
 
-// floorPoll returns the time for which a thread of a floor with that many pairs polls before it sleeps. Threads that
-// share processors do not poll for long.
-func floorPoll(pairs int) time.Duration {
-	if 2*pairs > runtime.NumCPU() {
+// poll returns the time for which a thread of a floor polls before it sleeps. Threads that share processors do not poll
+// for long.
+func (x floors) poll() time.Duration {
+	if 2*x.pairs > runtime.NumCPU() {
 		return 20 * time.Microsecond
 	}
 	return time.Millisecond
@@ -173,15 +212,15 @@ type tcpPair struct {
 	touch      bool
 }
 
-// dialTCP connects to servers of newTCPServer. The floor of several clients has n pairs.
-func dialTCP(addrs []string, n, push, pull int, touch bool) (*pairs, error) {
-	return dialed(addrs, floorPoll(n), func(addr string) (floorPair, error) {
+func (x tcpFloor) dial(addrs []string) (baseline, error) {
+	all, err := dialAll(addrs, func(addr string) (floorPair, error) {
 		c, err := net.Dial("tcp", addr)
 		if err != nil {
 			return nil, err
 		}
-		return &tcpPair{c.(*net.TCPConn), make([]byte, push), make([]byte, pull), touch}, nil
+		return &tcpPair{c.(*net.TCPConn), make([]byte, x.push), make([]byte, x.pull), x.touch}, nil
 	})
+	return &pairs{all, x.poll()}, err
 }
 
 func (f *tcpPair) close() { _ = f.c.Close() }

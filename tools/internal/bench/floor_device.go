@@ -80,27 +80,22 @@ func newDeviceEnd(b backend.Backend, conn *net.UnixConn, page *memfd.Page, own, 
 	return e, err
 }
 
-// hello tells the other end where this end receives.
-func (e *deviceEnd) hello() error {
+// join tells the other end where this end receives, and imports the memory in which the other end receives.
+func (e *deviceEnd) join() error {
 	x, err := e.back.Export(e.recv)
 	if err != nil {
 		return err
 	}
 	var b [van.ExportLen]byte
 	van.PutExport(b[:], &x)
-	_, err = e.conn.Write(b[:])
-	return err
-}
-
-// meet imports the memory of the other end's hello.
-func (e *deviceEnd) meet() error {
-	var b [van.ExportLen]byte
+	if _, err := e.conn.Write(b[:]); err != nil {
+		return err
+	}
 	if _, err := io.ReadFull(e.conn, b[:]); err != nil {
 		return fmt.Errorf("floor: the other end sent nothing: %w", err)
 	}
 	n := e.src.Len()
-	x, err := van.ParseExport(b[:], max(n, 1))
-	if err != nil {
+	if x, err = van.ParseExport(b[:], max(n, 1)); err != nil {
 		return fmt.Errorf("floor: the other end's memory: %w", err)
 	}
 	e.dst, e.far, err = van.MapExport(e.back, x, n)
@@ -176,9 +171,15 @@ func (e *deviceEnd) order() (uint32, error) {
 	return n, err
 }
 
-// newDeviceServer starts a server that answers the rounds of clients, those of each in a goroutine of its own. close ends
-// the floor, if the clients have not ended it.
-func newDeviceServer(b backend.Backend, clients, push, pull int) (*floorServer, error) {
+// deviceFloor is the floor between GPUs.
+type deviceFloor struct {
+	floors
+	back backend.Backend
+}
+
+// serve starts a server that answers the rounds of clients, those of each in a goroutine of its own. close ends the
+// floor, if the clients have not ended it.
+func (x deviceFloor) serve() (*floorServer, error) {
 	// The kernel chooses an abstract name.
 	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix"})
 	if err != nil {
@@ -186,27 +187,27 @@ func newDeviceServer(b backend.Backend, clients, push, pull int) (*floorServer, 
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	return serving(l.Addr().String(), func() {
-		if err := serveDeviceFloor(ctx, l, b, clients, push, pull); err != nil {
+		if err := x.accept(ctx, l); err != nil {
 			fmt.Fprintln(os.Stderr, "bench: floor:", err)
 		}
 	}, stop, func() {}), nil
 }
 
-func serveDeviceFloor(ctx context.Context, l *net.UnixListener, b backend.Backend, clients, push, pull int) error {
+func (x deviceFloor) accept(ctx context.Context, l *net.UnixListener) error {
 	context.AfterFunc(ctx, func() { _ = l.Close() })
 	var all errgroup.Group
-	for range clients {
+	for range x.clients {
 		conn, err := l.AcceptUnix()
 		if err != nil {
 			return errors.Join(unlessEnded(err), all.Wait())
 		}
-		all.Go(func() error { return serveDevicePair(ctx, conn, b, push, pull) })
+		all.Go(func() error { return x.answer(ctx, conn) })
 	}
 	return all.Wait()
 }
 
-// serveDevicePair answers the rounds of one client.
-func serveDevicePair(ctx context.Context, conn *net.UnixConn, b backend.Backend, push, pull int) error {
+// answer answers the rounds of one client.
+func (x deviceFloor) answer(ctx context.Context, conn *net.UnixConn) error {
 	defer conn.Close()
 	context.AfterFunc(ctx, func() { _ = conn.Close() })
 	fd, page, err := memfd.NewPage(os.Getpagesize())
@@ -214,7 +215,7 @@ func serveDevicePair(ctx context.Context, conn *net.UnixConn, b backend.Backend,
 		return err
 	}
 	defer unix.Close(fd)
-	e, err := newDeviceEnd(b, conn, page, serverWord, clientWord, pull, push)
+	e, err := newDeviceEnd(x.back, conn, page, serverWord, clientWord, x.pull, x.push)
 	if err != nil {
 		return err
 	}
@@ -235,10 +236,7 @@ func answerRounds(ctx context.Context, e *deviceEnd, page []byte) error {
 	if _, err := e.conn.Write(page); err != nil {
 		return err
 	}
-	if err := e.hello(); err != nil {
-		return err
-	}
-	if err := e.meet(); err != nil {
+	if err := e.join(); err != nil {
 		return err
 	}
 	_ = e.conn.SetDeadline(time.Time{})
@@ -270,44 +268,37 @@ func answerRounds(ctx context.Context, e *deviceEnd, page []byte) error {
 // for all answers.
 type deviceFloorClient struct{ ends []*deviceEnd }
 
-// dialDeviceFloor connects to servers of newDeviceServer in other processes.
-func dialDeviceFloor(b backend.Backend, addrs []string, push, pull int) (*deviceFloorClient, error) {
-	c := &deviceFloorClient{}
-	for _, at := range addrs {
-		e, err := dialDevicePair(b, at, push, pull)
-		if err != nil {
-			c.close()
-			return nil, err
-		}
-		c.ends = append(c.ends, e)
-	}
-	return c, nil
+func (x deviceFloor) dial(addrs []string) (baseline, error) {
+	ends, err := dialAll(addrs, x.dialOne)
+	return &deviceFloorClient{ends}, err
 }
 
-// dialDevicePair connects to one server.
-func dialDevicePair(b backend.Backend, to string, push, pull int) (_ *deviceEnd, err error) {
+// dialOne connects to one server.
+func (x deviceFloor) dialOne(to string) (_ *deviceEnd, err error) {
 	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: to, Net: "unix"})
 	if err != nil {
 		return nil, err
 	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, conn.Close())
+		}
+	}()
 	_ = conn.SetDeadline(time.Now().Add(floorPatient))
 	var name [memfd.NameLen]byte
 	if _, err := io.ReadFull(conn, name[:]); err != nil {
-		return nil, errors.Join(fmt.Errorf("floor: no page from the other end: %w", err), conn.Close())
+		return nil, fmt.Errorf("floor: no page from the other end: %w", err)
 	}
 	page, err := memfd.MapNamed(name[:], os.Getpagesize(), true)
 	if err != nil {
-		return nil, errors.Join(err, conn.Close())
+		return nil, err
 	}
-	e, err := newDeviceEnd(b, conn, page, clientWord, serverWord, push, pull)
+	e, err := newDeviceEnd(x.back, conn, page, clientWord, serverWord, x.push, x.pull)
 	if err != nil {
-		return nil, errors.Join(err, conn.Close())
+		return nil, err
 	}
-	if err = e.meet(); err == nil {
-		err = e.hello()
-	}
-	if err != nil {
-		return nil, errors.Join(err, conn.Close(), e.free())
+	if err := e.join(); err != nil {
+		return nil, errors.Join(err, e.free())
 	}
 	return e, nil
 }
@@ -347,11 +338,15 @@ func (c *deviceFloorClient) measure(n int) ([]int64, error) {
 	})
 }
 
-// close ends the floor: first both ends of a pair stop using the other's memory, then both free their own.
 func (c *deviceFloorClient) close() {
 	for _, e := range c.ends {
-		if err := errors.Join(e.command(0), e.unmap(), e.conn.Close(), e.free()); err != nil {
-			fmt.Fprintln(os.Stderr, "bench: floor:", err)
-		}
+		e.close()
+	}
+}
+
+// close ends the floor of a client: first both ends stop using the other's memory, then both free their own.
+func (e *deviceEnd) close() {
+	if err := errors.Join(e.command(0), e.unmap(), e.conn.Close(), e.free()); err != nil {
+		fmt.Fprintln(os.Stderr, "bench: floor:", err)
 	}
 }

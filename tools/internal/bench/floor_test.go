@@ -17,23 +17,16 @@ import (
 // touched in between, and ends.
 func TestHostFloors(t *testing.T) {
 	for _, touch := range []bool{false, true} {
-		tcp, err := newTCPServer(3000, 5000, touch)
-		if err != nil {
-			t.Fatal(err)
-		}
-		zmq, err := newZMQServer(5000, touch)
-		if err != nil {
-			t.Fatal(err)
-		}
-		overTCP, err := dialTCP([]string{tcp.addr}, 1, 3000, 5000, touch)
-		if err != nil {
-			t.Fatal(err)
-		}
-		overZMQ, err := dialZMQ(zmq.addr, 3000, 5000, touch)
-		if err != nil {
-			t.Fatal(err)
-		}
-		for name, b := range map[string]baseline{"TCP": overTCP, "ZMQ": overZMQ} {
+		x := floors{push: 3000, pull: 5000, touch: touch, clients: 1, pairs: 1}
+		for name, kind := range map[string]floorKind{"TCP": tcpFloor{x}, "ZMQ": zmqFloor{x}} {
+			s, err := kind.serve()
+			if err != nil {
+				t.Fatal(err)
+			}
+			b, err := kind.dial([]string{s.addr})
+			if err != nil {
+				t.Fatal(err)
+			}
 			ns, err := b.measure(50)
 			if err != nil || len(ns) != 50 {
 				t.Fatalf("%s, touch %t: %d rounds, %v, want 50", name, touch, len(ns), err)
@@ -44,21 +37,18 @@ func TestHostFloors(t *testing.T) {
 				}
 			}
 			b.close()
+			s.close()
 		}
-		tcp.close()
-		zmq.close()
 	}
 }
 
 // TestBareReport: the report has libzmq's own round trip if it was measured.
 func TestBareReport(t *testing.T) {
-	r := &result{Ours: []int64{60000}, Floor: []int64{20000}, Bare: []int64{50000}, Checked: true}
 	for _, c := range []struct {
 		bare []int64
 		want bool
-	}{{r.Bare, true}, {nil, false}} {
-		r.Bare = c.bare
-		rep := newLatencyReport(zmq, place{}, both(1024), 1, r, nil)
+	}{{[]int64{50000}, true}, {nil, false}} {
+		rep := newLatencyReport(zmq, place{}, both(1024), 1, []int64{60000}, []int64{20000}, c.bare)
 		rep.Load, rep.Touch = true, true
 		var text, line bytes.Buffer
 		if err := rep.print(&text); err != nil {
@@ -91,20 +81,16 @@ func TestBareReport(t *testing.T) {
 func TestFloorOfPairs(t *testing.T) {
 	const clients, servers, push, pull = 3, 2, 5000, 9000
 	const n = clients * servers
-	for name, x := range map[string]struct {
-		serve func() (*floorServer, error)
-		dial  func(addrs []string, client int) (*pairs, error)
-	}{
-		"TCP": {func() (*floorServer, error) { return newTCPServer(push, pull, false) },
-			func(addrs []string, _ int) (*pairs, error) { return dialTCP(addrs, n, push, pull, false) }},
-		"shared": {func() (*floorServer, error) { return newSharedServer(clients, n, push, pull) },
-			func(addrs []string, client int) (*pairs, error) { return dialShared(addrs, client, n, push, pull) }},
+	x := floors{push: push, pull: pull, clients: clients, pairs: n}
+	for name, kind := range map[string]func(client int) floorKind{
+		"TCP":    func(int) floorKind { return tcpFloor{x} },
+		"shared": func(client int) floorKind { return sharedFloor{x, client} },
 	} {
 		t.Run(name, func(t *testing.T) {
 			var addrs []string
 			var ends []func()
 			for range servers {
-				s, err := x.serve()
+				s, err := kind(0).serve()
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -112,10 +98,11 @@ func TestFloorOfPairs(t *testing.T) {
 			}
 			var all [clients]*pairs
 			for i := range all {
-				var err error
-				if all[i], err = x.dial(addrs, i); err != nil {
+				b, err := kind(i).dial(addrs)
+				if err != nil {
 					t.Fatal(err)
 				}
+				all[i] = b.(*pairs)
 			}
 			var group errgroup.Group
 			for i, c := range all {
@@ -136,7 +123,7 @@ func TestFloorOfPairs(t *testing.T) {
 			fill(want)
 			for _, p := range all[1].all {
 				s, ok := p.(*sharedPair)
-				if ok && (!bytes.Equal(s.mem[s.l.pushAt():][:push], want[:push]) || !bytes.Equal(s.mem[s.l.pullAt():][:pull], want)) {
+				if ok && (!bytes.Equal(s.mem[s.pushAt():][:push], want[:push]) || !bytes.Equal(s.mem[s.pullAt():][:pull], want)) {
 					t.Error("the shared memory has other bytes than were pushed and pulled")
 				}
 			}
@@ -156,7 +143,7 @@ func TestFloorOfPairs(t *testing.T) {
 		})
 	}
 	for _, addr := range []string{"", "x", "1:", "1:AAAA", "0:AAAAAAAAAAAAAAAA", "1:AAAAAAAAAAAAAAAA"} {
-		if _, err := dialShared([]string{addr}, 0, 1, 1, 1); err == nil || !strings.Contains(err.Error(), "floor: ") {
+		if _, err := (sharedFloor{floors{push: 1, pull: 1, clients: 1, pairs: 1}, 0}).dial([]string{addr}); err == nil || !strings.Contains(err.Error(), "floor: ") {
 			t.Errorf("address %q: %v, want an error of the floor", addr, err)
 		}
 	}

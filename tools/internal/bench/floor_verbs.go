@@ -22,6 +22,12 @@ const (
 	floorSpin = 5 * time.Millisecond
 )
 
+// verbsFloor is that floor, between ports of the address host.
+type verbsFloor struct {
+	floors
+	host netip.Addr
+}
+
 func newVerbsEnd(out, in int) (*verbsprobe.End, error) {
 	stack, err := verbs.Load(verbs.Options{})
 	if err != nil {
@@ -30,13 +36,13 @@ func newVerbsEnd(out, in int) (*verbsprobe.End, error) {
 	return verbsprobe.New(stack, verbsprobe.Options{Out: out, In: in, Depth: 256, Inline: 1024})
 }
 
-// newVerbsServer starts a server that answers the rounds of one client.
-func newVerbsServer(host netip.Addr, push, pull int) (*floorServer, error) {
-	e, err := newVerbsEnd(pull, push)
+// serve starts a server that answers the rounds of one client.
+func (x verbsFloor) serve() (*floorServer, error) {
+	e, err := newVerbsEnd(x.pull, x.push)
 	if err != nil {
 		return nil, err
 	}
-	at, err := e.Listen(host)
+	at, err := e.Listen(x.host)
 	if err != nil {
 		return nil, errors.Join(err, e.Close())
 	}
@@ -68,19 +74,18 @@ func serveVerbsFloor(ctx context.Context, e *verbsprobe.End) error {
 // verbsClient measures rounds.
 type verbsClient struct{ e *verbsprobe.End }
 
-// dialVerbsFloor connects to a server of newVerbsServer from the address host.
-func dialVerbsFloor(host netip.Addr, to string, push, pull int) (*verbsClient, error) {
-	dst, err := netip.ParseAddrPort(to)
+func (x verbsFloor) dial(addrs []string) (baseline, error) {
+	dst, err := netip.ParseAddrPort(addrs[0])
 	if err != nil {
 		return nil, err
 	}
-	e, err := newVerbsEnd(push, pull)
+	e, err := newVerbsEnd(x.push, x.pull)
 	if err != nil {
 		return nil, err
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), floorPatient)
 	defer cancel()
-	if err := e.Dial(ctx, host, dst); err != nil {
+	if err := e.Dial(ctx, x.host, dst); err != nil {
 		return nil, errors.Join(fmt.Errorf("floor: %w", err), e.Close())
 	}
 	return &verbsClient{e}, nil

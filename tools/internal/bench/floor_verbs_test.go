@@ -9,11 +9,12 @@ func TestVerbsFloor(t *testing.T) {
 		t.Skipf("no RDMA here (make rdma-test PKGS=./tools/internal/bench has some): %v", err)
 	}
 	for _, size := range [][2]int{{1, 1}, {0, 4096}, {1 << 20, 3}, {20 << 20, 1 << 10}} {
-		s, err := newVerbsServer(run.at.Host, size[0], size[1])
+		kind := verbsFloor{floors{push: size[0], pull: size[1]}, run.at.Host}
+		s, err := kind.serve()
 		if err != nil {
 			t.Fatal(err)
 		}
-		c, err := dialVerbsFloor(run.at.Host, s.addr, size[0], size[1])
+		c, err := kind.dial([]string{s.addr})
 		if err != nil {
 			s.close()
 			t.Fatal(err)

@@ -17,8 +17,10 @@ import (
 
 // The cost of libzmq alone, measured in turns with the floor and with a push_pull over zmq.
 
-// newZMQServer starts the ROUTER, in a thread of its own.
-func newZMQServer(pull int, touch bool) (*floorServer, error) {
+type zmqFloor struct{ floors }
+
+// serve starts the ROUTER, in a thread of its own.
+func (x zmqFloor) serve() (*floorServer, error) {
 	const endpointLen = 256
 	ctx := C.zmq_ctx_new()
 	at := (*C.char)(C.calloc(1, endpointLen))
@@ -31,30 +33,29 @@ func newZMQServer(pull int, touch bool) (*floorServer, error) {
 	return serving(C.GoString(at), func() {
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
-		out := (*C.char)(C.calloc(1, C.size_t(max(pull, 1)))) // libzmq uses it after the call
+		out := (*C.char)(C.calloc(1, C.size_t(max(x.pull, 1)))) // libzmq uses it after the call
 		defer C.free(unsafe.Pointer(out))
-		C.zmq_floor_serve(soc, out, C.size_t(pull), flag(touch))
+		C.zmq_floor_serve(soc, out, C.size_t(x.pull), flag(x.touch))
 	}, func() { C.zmq_ctx_shutdown(ctx) }, func() { C.zmq_ctx_term(ctx) }), nil
 }
 
 // zmqClient is the DEALER.
 type zmqClient struct {
+	floors
 	ctx, soc unsafe.Pointer
 	out      *C.char
-	push     int
-	pull     int
-	touch    bool
 }
 
-func dialZMQ(at string, push, pull int, touch bool) (*zmqClient, error) {
-	c := &zmqClient{ctx: C.zmq_ctx_new(), push: push, pull: pull, touch: touch}
-	name := C.CString(at)
+// dial connects the DEALER.
+func (x zmqFloor) dial(addrs []string) (baseline, error) {
+	c := &zmqClient{floors: x.floors, ctx: C.zmq_ctx_new()}
+	name := C.CString(addrs[0])
 	defer C.free(unsafe.Pointer(name))
 	if c.soc = C.zmq_floor_connect(c.ctx, name); c.soc == nil {
 		C.zmq_ctx_term(c.ctx)
-		return nil, fmt.Errorf("bench: no DEALER for the floor at %s", at)
+		return nil, fmt.Errorf("bench: no DEALER for the floor at %s", addrs[0])
 	}
-	c.out = (*C.char)(C.calloc(1, C.size_t(max(push, 1))))
+	c.out = (*C.char)(C.calloc(1, C.size_t(max(c.push, 1))))
 	return c, nil
 }
 

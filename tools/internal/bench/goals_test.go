@@ -130,7 +130,7 @@ func TestCourses(t *testing.T) {
 	} {
 		var v verdict
 		rep := newLatencyReport(local, place{}, c.p, 1,
-			&result{Ours: []int64{int64(c.ratio * 1e6)}, Floor: []int64{1e6}, Checked: true}, nil)
+			[]int64{int64(c.ratio * 1e6)}, []int64{1e6}, nil)
 		rep.judge(course{local, gpu}.goal(c.p), &v)
 		err := v.err()
 		if (err != nil) != (c.verdict != "") || err != nil && !strings.Contains(err.Error(), c.verdict) || rep.Missed != (err != nil) {
@@ -140,7 +140,7 @@ func TestCourses(t *testing.T) {
 }
 
 func TestDeviceReport(t *testing.T) {
-	rep := newLatencyReport(local, place{gpus: []int{1, 1}, both: true}, both(1024), 2, &result{Ours: []int64{20000, 30000}, Floor: []int64{10000, 12000}, Checked: true}, nil)
+	rep := newLatencyReport(local, place{gpus: []int{1, 1}, both: true}, both(1024), 2, []int64{20000, 30000}, []int64{10000, 12000}, nil)
 	rep.Floor = "GPU"
 	rep.judge(course{local, gpu}.goal(both(1024)), new(verdict))
 	var text, line strings.Builder

@@ -114,7 +114,7 @@ func childKV(c *cli.Context, node *postoffice.Node) error {
 		return err
 	}
 	out, in := s.floorBytes()
-	return childWithFloor(c, node, floors{push: out, pull: in, pairs: 1}, func(node *postoffice.Node) (end, error) {
+	return childWithFloor(c, node, floors{push: out, pull: in, clients: 1, pairs: 1}, func(node *postoffice.Node) (end, error) {
 		if node.Role() == van.Worker {
 			return newKVWorker(s, node)
 		}

@@ -145,11 +145,10 @@ func (m *latencyRun) payload(p payload) error {
 	if c.Bool("load") {
 		defer busy()()
 	}
-	r, cpu, err := m.measure(p, append([]int{warmup}, blocks(iters, rounds)[1:]...))
+	rep, err := m.measure(p, iters, append([]int{warmup}, blocks(iters, rounds)[1:]...))
 	if err != nil {
 		return err
 	}
-	rep := newLatencyReport(m.way.van, m.at, p, iters, r, cpu)
 	rep.Floor, rep.Load, rep.Touch, rep.Shared = floor, c.Bool("load"), c.Bool("touch"), c.Bool("shared")
 	if m.rdma != nil {
 		m.rdma.compare(rep, figures, &m.v)
@@ -160,7 +159,7 @@ func (m *latencyRun) payload(p payload) error {
 }
 
 // measure measures one pair of sizes in blocks, of which the first is the warm-up. Tensors on GPUs are those of bench afd.
-func (m *latencyRun) measure(p payload, blocks []int) (*result, map[string]float64, error) {
+func (m *latencyRun) measure(p payload, iters int, blocks []int) (rep *latencyReport, err error) {
 	spec, form := []any{"latency", p.push, p.pull, m.c.Bool("touch"), m.c.Bool("shared")}, formPushPull
 	onGPUs := m.at.gpus != nil
 	if onGPUs {
@@ -169,20 +168,27 @@ func (m *latencyRun) measure(p payload, blocks []int) (*result, map[string]float
 	if m.at.both {
 		form = formHosts
 	}
-	r := &result{Checked: true}
 	cpu, err := runCluster(m.c, m.host, m.at, 1, 1, true, func(servers, workers processes) error {
 		ends := workers
 		if onGPUs { // servers take part in exchanges
 			ends = slices.Concat(workers, servers)
 		}
 		floor, bare, ours := workers.row(askFloor+" - 0"), workers.row(askBare+" - 0"), ends.row(askCalls+" "+form+" 0")
-		if err := inTurns(blocks, nil, floor, bare, ours); err != nil {
+		rows := []*row{floor, ours}
+		if m.way == (course{zmq, cpu}) {
+			rows = []*row{floor, bare, ours}
+		}
+		if err := inTurns(blocks, nil, rows...); err != nil {
 			return err
 		}
-		r.Floor, r.Bare, r.Ours, r.CPU = floor.ns[0], bare.ns[0], ours.ns[0], ours.cpu[0].Seconds()
+		rep = newLatencyReport(m.way.van, m.at, p, iters, ours.ns[0], floor.ns[0], slices.Concat(bare.ns...))
+		rep.WorkerPart = ours.cpu[0].Seconds()
 		return nil
 	}, spec...)
-	return r, cpu, err
+	if err == nil {
+		rep.CPU = cpu
+	}
+	return rep, err
 }
 
 // childLatency is a node of bench latency with tensors in host memory.
@@ -192,7 +198,7 @@ func childLatency(c *cli.Context, node *postoffice.Node) error {
 		return err
 	}
 	cfg := node.Config()
-	x := floors{push: l.push, pull: l.pull, touch: l.touch, bare: cfg.VanType == zmq && cfg.EnableIPC == 0, pairs: 1}
+	x := floors{push: l.push, pull: l.pull, touch: l.touch, bare: cfg.VanType == zmq && cfg.EnableIPC == 0, clients: 1, pairs: 1}
 	return childWithFloor(c, node, x, func(node *postoffice.Node) (end, error) {
 		if node.Role() == van.Server {
 			return newLatencyServer(l, node)

@@ -119,7 +119,7 @@ func TestCompare(t *testing.T) {
 
 func TestReportText(t *testing.T) {
 	r := &rdmaRun{at: choose.Result{Device: "rxe0", Port: 1, GIDIndex: 1}}
-	rep := newLatencyReport(ibverbs, place{}, both(1024), 2, &result{Ours: []int64{100000, 120000}, Floor: []int64{30000, 40000}, Checked: true}, nil)
+	rep := newLatencyReport(ibverbs, place{}, both(1024), 2, []int64{100000, 120000}, []int64{30000, 40000}, nil)
 	rep.Floor = "verbs"
 	r.compare(rep, perfFigures{lat: 16, bw: 60e6}, &verdict{})
 	var b strings.Builder

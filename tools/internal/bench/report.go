@@ -5,13 +5,6 @@ import (
 	"io"
 )
 
-// result has the times of round trips, the floor, and libzmq alone.
-type result struct {
-	Ours, Floor, Bare []int64
-	CPU               float64 // seconds of the worker in the measured part
-	Checked           bool
-}
-
 // latencyReport is the JSON line of bench latency.
 type latencyReport struct {
 	Van string `json:"van"`
@@ -57,13 +50,14 @@ type bareReport struct {
 // where describes the place for a report.
 func (p place) where() where { return where{deviceOf(p.gpus), p.gpus, p.both, p.note()} }
 
-func newLatencyReport(van string, at place, p payload, iters int, r *result, cpu map[string]float64) *latencyReport {
-	ours, floor := summarize(r.Ours), summarize(r.Floor)
+// newLatencyReport returns the report of the times of round trips, the floor, and, unless bareNS is nil, libzmq alone.
+func newLatencyReport(van string, at place, p payload, iters int, ns, floorNS, bareNS []int64) *latencyReport {
+	ours, floor := summarize(ns), summarize(floorNS)
 	rep := &latencyReport{Van: van, where: at.where(), PushBytes: p.push, PullBytes: p.pull, Iters: iters,
 		quantiles: ours, FloorP50: floor.P50, FloorP90: floor.P90, FloorP99: floor.P99, FloorMax: floor.Max,
-		RatioP50: ours.P50 / floor.P50, RatioP99: ours.P99 / floor.P99, CPU: cpu, WorkerPart: r.CPU, Checked: r.Checked}
-	if len(r.Bare) > 0 {
-		q := summarize(r.Bare)
+		RatioP50: ours.P50 / floor.P50, RatioP99: ours.P99 / floor.P99, Checked: true}
+	if bareNS != nil {
+		q := summarize(bareNS)
 		rep.Bare = &bareReport{q.tail, ours.P50 / q.P50, ours.P99 / q.P99}
 	}
 	return rep

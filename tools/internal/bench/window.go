@@ -1,19 +1,14 @@
 package bench
 
 import (
-	"bytes"
 	"cmp"
-	"context"
-	"encoding/binary"
 	"fmt"
 	"io"
 	"slices"
 
 	"github.com/urfave/cli/v2"
 
-	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/af/window"
-	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
@@ -37,7 +32,7 @@ func windowCommand(common []cli.Flag) *cli.Command {
 			"Two workers put the same bytes to each other in turn: each waits for the other's signal before it puts. The first\n" +
 			"worker times the round trip. One way is the time from before its PutSignal to the end of the other's WaitSignal, by\n" +
 			"the clock of the host. The floor is a round trip of the same bytes in the same run, in alternating blocks: over zmq\n" +
-			"by libzmq alone, one message each way; in shared memory by a copy and a flag each way, between two threads;\n" +
+			"by libzmq alone, one message each way; in shared memory by a copy and a flag each way;\n" +
 			"over RDMA by a write with immediate each way. Over RDMA, perftest's ib_write_lat on the same port, measured just\n" +
 			"before, is compared with one way. Outside the timed part, the first and last bytes of all data are checked, and\n" +
 			"every byte of a block's last data.\n\n" +
@@ -56,20 +51,25 @@ func windowCommand(common []cli.Flag) *cli.Command {
 	}
 }
 
-// windowReport is the JSON line of bench window. Quantiles are in microseconds.
-type windowReport struct {
+// windowFigures are the figures of a window in any memory. Quantiles are in microseconds.
+type windowFigures struct {
 	Van      string    `json:"van"`
 	Bytes    int       `json:"bytes"`
 	Iters    int       `json:"iters"`
 	Trip     quantiles `json:"round_trip"`
 	OneWay   quantiles `json:"one_way"`
-	Floor    quantiles `json:"floor_round_trip"`
-	Of       string    `json:"floor"`
-	RatioP50 float64   `json:"ratio_p50"` // of round trips
+	RatioP50 float64   `json:"ratio_p50"` // to the floor
 	RatioP99 float64   `json:"ratio_p99"`
 	Goal     float64   `json:"goal_ratio_p50,omitempty"`
 	Missed   bool      `json:"missed,omitempty"`
 	Checked  bool      `json:"checked"`
+}
+
+// windowReport is the JSON line of bench window. The ratios are those of round trips.
+type windowReport struct {
+	windowFigures
+	Floor quantiles `json:"floor_round_trip"`
+	Of    string    `json:"floor"`
 
 	RDMA *rdmaReport `json:"rdma,omitempty"` // compared with one way
 }
@@ -96,7 +96,7 @@ func runWindow(c *cli.Context) error {
 	if err != nil {
 		return err
 	}
-	var v verdict
+	m := windowRun{c, at, rdma, verdict{}}
 	if !c.Bool("json") && at.gpus != nil {
 		fmt.Fprint(c.App.Writer, windowGPUHead)
 	} else if !c.Bool("json") {
@@ -105,21 +105,7 @@ func runWindow(c *cli.Context) error {
 	}
 	if _, err = runCluster(c, host, at, 1, 2, false, func(_, workers processes) error {
 		for _, size := range sizes {
-			var r interface {
-				judge(v *verdict)
-				shown
-			}
-			var err error
-			if at.gpus != nil {
-				r, err = measureWindowGPU(c, workers, at, size)
-			} else {
-				r, err = measureWindow(c, workers, over, rdma, size)
-			}
-			if err != nil {
-				return err
-			}
-			r.judge(&v)
-			if err = show(c, r); err != nil {
+			if err := m.measure(workers, size); err != nil {
 				return err
 			}
 		}
@@ -127,7 +113,7 @@ func runWindow(c *cli.Context) error {
 	}, "window", slices.Max(sizes)); err != nil {
 		return err
 	}
-	return v.check(c)
+	return m.v.check(c)
 }
 
 // judge compares with the goal, and adds a missed goal to v.
@@ -141,64 +127,63 @@ func (r *windowReport) judge(v *verdict) {
 	r.Missed = v.judge(r, goal{of: ourFloor, limit: limit}, r.RatioP50)
 }
 
-// measureWindow measures one size, in blocks. rdma is nil unless the van is ibverbs.
-func measureWindow(c *cli.Context, workers processes, over string, rdma *rdmaRun, size int) (*windowReport, error) {
-	moved := 1 << 30
-	if over == ibverbs { // the device may be emulated
-		moved = 1 << 28
+// windowRun is one run of bench window.
+type windowRun struct {
+	c    *cli.Context
+	at   place
+	rdma *rdmaRun // nil unless over RDMA
+	v    verdict
+}
+
+// measure measures one size, in blocks, and prints the report.
+func (m *windowRun) measure(workers processes, size int) error {
+	over, onGPUs := m.c.String("van"), m.at.gpus != nil
+	iters := min(max(1<<30/(size+1<<18), 100), 4000)
+	switch {
+	case onGPUs:
+		iters = min(max(8<<30/(size+1<<20), 100), 4000)
+	case over == ibverbs: // the device may be emulated
+		iters = min(max(1<<28/(size+1<<18), 100), 4000)
 	}
-	iters := cmp.Or(c.Int("iters"), min(max(moved/(size+1<<18), 100), 4000))
-	r := &windowReport{Van: over, Bytes: size, Iters: iters, Of: "copy and flag", Checked: true}
+	iters = cmp.Or(m.c.Int("iters"), iters)
 	var figures perfFigures
-	var server *floorServer
-	var floor baseline
-	var err error
-	switch over {
-	case local:
-		if server, err = newSharedServer(1, 1, size, size); err == nil {
-			defer server.close()
-			floor, err = dialShared([]string{server.addr}, 0, 1, size, size)
-		}
-	case ibverbs:
-		r.Of = "verbs"
-		if figures, err = rdma.perftest(c, size, false); err != nil {
-			return nil, err
-		}
-		if server, err = newVerbsServer(rdma.at.Host, size, size); err == nil {
-			defer server.close()
-			floor, err = dialVerbsFloor(rdma.at.Host, server.addr, size, size)
-		}
-	case zmq:
-		r.Of = "libzmq"
-		if server, err = newZMQServer(size, false); err == nil {
-			defer server.close()
-			floor, err = dialZMQ(server.addr, size, size, false)
+	if m.rdma != nil {
+		var err error
+		if figures, err = m.rdma.perftest(m.c, size, false); err != nil {
+			return err
 		}
 	}
-	if err != nil {
-		return nil, err
+	of := func(what string) *row { return workers.row(fmt.Sprint(what, " ", size)) }
+	floor, trips, streams, ahead := of(askFloor), of(askTrips), of(askStreams), of(askAhead)
+	rows := []*row{floor, trips}
+	if onGPUs {
+		rows = append(rows, streams, ahead)
 	}
-	defer floor.close()
-	var trips, ways, floors []int64
-	for block, n := range blocks(iters, c.Int("rounds")) {
-		fl, err := floor.measure(n)
-		if err != nil {
-			return nil, err
-		}
-		got, err := workers.askEach(fmt.Sprint(size, n))
-		if err != nil {
-			return nil, err
-		}
-		if block > 0 {
-			trips, ways, floors = append(trips, got[0].NS...), append(ways, got[1].NS...), append(floors, fl...)
-		}
+	if err := inTurns(blocks(iters, m.c.Int("rounds")), nil, rows...); err != nil {
+		return err
 	}
-	r.Trip, r.OneWay, r.Floor = summarize(trips), summarize(ways), summarize(floors)
+	f := windowFigures{Van: over, Bytes: size, Iters: iters, Trip: summarize(trips.ns[0]), OneWay: summarize(trips.ways()), Checked: true}
+	if onGPUs {
+		r := newWindowGPUReport(f, m.at, floor.ns[0], streams.ways(), ahead.ns[0])
+		r.judge(&m.v)
+		return show(m.c, r)
+	}
+	r := &windowReport{windowFigures: f, Floor: summarize(floor.ns[0]), Of: map[string]string{local: "copy and flag", ibverbs: "verbs", zmq: "libzmq"}[over]}
 	r.RatioP50, r.RatioP99 = r.Trip.P50/r.Floor.P50, r.Trip.P99/r.Floor.P99
-	if rdma != nil {
-		r.RDMA = rdma.beside(figures, r.OneWay.P50)
+	if m.rdma != nil {
+		r.RDMA = m.rdma.beside(figures, r.OneWay.P50)
 	}
-	return r, nil
+	r.judge(&m.v)
+	return show(m.c, r)
+}
+
+// ways returns the nanoseconds of each way from the first rank to the second.
+func (r *row) ways() []int64 {
+	ns := slices.Clone(r.at[1])
+	for i := range ns {
+		ns[i] -= r.at[0][i]
+	}
+	return ns
 }
 
 func (r *windowReport) print(w io.Writer) error {
@@ -225,13 +210,16 @@ func childWindow(c *cli.Context, node *postoffice.Node) error {
 	if err != nil {
 		return err
 	}
-	if onGPU(node) {
-		err = answerOnGPU(c, w, comm, node.Backend(), most)
-	} else {
-		var size, n int
-		err = answerLines(c, func() (*answer, error) { return times(putAndWait(c.Context, w, size, n)) }, &size, &n)
-	}
+	t, err := newTripper(node, w, comm, most)
 	if err != nil {
+		return err
+	}
+	var what string
+	var size, n int
+	if err := answerLines(c, func() (*answer, error) { return t.do(c.Context, what, size, n) }, &what, &size, &n); err != nil {
+		return err
+	}
+	if err := t.endFloor(c.Context); err != nil {
 		return err
 	}
 	if err := comm.Barrier(c.Context); err != nil {
@@ -241,55 +229,4 @@ func childWindow(c *cli.Context, node *postoffice.Node) error {
 		return err
 	}
 	return comm.Shutdown(c.Context)
-}
-
-// putAndWait makes n round trips. Rank 0 returns the nanoseconds of each, rank 1 those of the way to it.
-func putAndWait(ctx context.Context, w *window.Window, size, n int) ([]int64, error) {
-	self, le := w.Rank(), binary.LittleEndian
-	b := make([]byte, size)
-	fill(b)
-	t, err := af.FromBytes(b, af.Uint8, int64(size))
-	if err != nil {
-		return nil, err
-	}
-	want, got := bytes.Clone(b), w.Bytes()[:size]
-	ns := make([]int64, n)
-	put := func(i int) error { // the data begins with the time and the number
-		le.PutUint64(b[size-8:], uint64(i))
-		le.PutUint64(b, clock.Now())
-		return w.PutSignal(ctx, 1-self, 0, t, 0)
-	}
-	for i := range ns {
-		start := clock.Now()
-		if self == 0 {
-			err = put(i)
-		}
-		if err == nil {
-			err = w.WaitSignal(ctx, 1-self, 0)
-		}
-		now := clock.Now()
-		if err != nil {
-			return nil, err
-		}
-		if self == 1 {
-			start = le.Uint64(got)
-		}
-		ns[i] = int64(now - start)
-		last := i == n-1
-		if k := le.Uint64(got[size-8:]); k != uint64(i) || last && !bytes.Equal(got[8:size-8], want[8:size-8]) {
-			return nil, fmt.Errorf("PutSignal %d of %d bytes: wrong data, of number %d", i, size, k)
-		}
-		if self == 1 {
-			if err := put(i); err != nil {
-				return nil, err
-			}
-		}
-		if last {
-			clear(got)
-		}
-		if err := w.Flush(ctx, 1-self); err != nil { // before the source is overwritten
-			return nil, err
-		}
-	}
-	return ns, nil
 }

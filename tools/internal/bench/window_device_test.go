@@ -15,18 +15,17 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// TestDeviceTripper: the ranks of bench window --device gpu on simulated devices: round trips, round trips ahead, the
-// floor, and the detection of wrong data.
-func TestDeviceTripper(t *testing.T) {
-	devices := []*sharing{newSharing(t, 0), newSharing(t, 1)}
+// startTrippers starts two ranks with windows of most bytes, in host memory or on devices. The returned function runs f
+// at both.
+func startTrippers(t *testing.T, devices []*sharing, most int) (both [2]*tripper, all func(f func(ctx context.Context, t *tripper) error) error) {
+	t.Helper()
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Backend: func(role string, rank int) backend.Backend {
-		if role != "worker" {
+		if role != "worker" || devices == nil {
 			return nil
 		}
 		return devices[rank]
 	}})
-	var trippers [2]*deviceTripper
-	all := func(f func(ctx context.Context, r int) error) error {
+	each := func(f func(ctx context.Context, r int) error) error {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
 		var wg sync.WaitGroup
@@ -41,42 +40,65 @@ func TestDeviceTripper(t *testing.T) {
 		wg.Wait()
 		return errors.Join(errs[:]...)
 	}
-	err := all(func(ctx context.Context, r int) error {
+	if err := each(func(ctx context.Context, r int) error {
 		comm, err := collective.New(ctx, c.Workers[r], collective.Options{Ranks: []int{0, 1}})
 		if err != nil {
 			return err
 		}
-		w, err := window.Open(ctx, comm, window.Options{Size: 5000, Signals: 1, Device: true})
+		w, err := window.Open(ctx, comm, window.Options{Size: most, Signals: 1, Device: devices != nil})
 		if err == nil {
-			trippers[r], err = newDeviceTripper(w, comm, devices[r], 5000)
+			both[r], err = newTripper(c.Workers[r], w, comm, most)
 		}
 		return err
-	})
-	if err != nil {
+	}); err != nil {
 		t.Fatal(err)
 	}
-	for _, size := range []int{16, 5000} {
-		for what, want := range map[string]int{askFloor: 7, askTrips: 7, askAhead: 1} {
-			if err := all(func(ctx context.Context, r int) error {
-				a, err := trippers[r].do(ctx, what, size, 7)
-				if err == nil && (r == 0 || what != askAhead) && (len(a.NS) != want || slices.Min(a.NS) < 0) {
-					err = fmt.Errorf("rank %d: %s: %v", r, what, a.NS)
-				}
-				return err
-			}); err != nil {
-				t.Errorf("%d bytes, %s: %v", size, what, err)
+	return both, func(f func(ctx context.Context, t *tripper) error) error {
+		return each(func(ctx context.Context, r int) error { return f(ctx, both[r]) })
+	}
+}
+
+// TestTrippers: the ranks of bench window in host memory and on simulated devices: round trips, round trips ahead, the
+// floor, and the detection of wrong data.
+func TestTrippers(t *testing.T) {
+	for name, devices := range map[string][]*sharing{"host": nil, "devices": {newSharing(t, 0), newSharing(t, 1)}} {
+		t.Run(name, func(t *testing.T) {
+			both, all := startTrippers(t, devices, 5000)
+			wants := map[string]int{askFloor: 7, askTrips: 7}
+			if devices != nil {
+				wants[askAhead], wants[askStreams] = 1, 7
 			}
-		}
-	}
-	if err := all(func(ctx context.Context, r int) error { return trippers[r].endFloor(ctx) }); err != nil {
-		t.Error(err)
-	}
-	trippers[0].block++
-	if err := all(func(ctx context.Context, r int) error {
-		_, err := trippers[r].do(ctx, askTrips, 16, 2)
-		return err
-	}); err == nil || !strings.Contains(err.Error(), "wrong data") {
-		t.Errorf("other data than is expected: %v", err)
+			for _, size := range []int{16, 5000} {
+				for what, want := range wants {
+					if err := all(func(ctx context.Context, x *tripper) error {
+						a, err := x.do(ctx, what, size, 7)
+						if err == nil && (len(a.NS) != want || slices.Min(a.NS) < 0) {
+							err = fmt.Errorf("rank %d: %v, want %d", x.w.Rank(), a.NS, want)
+						}
+						return err
+					}); err != nil {
+						t.Errorf("%d bytes, %s: %v", size, what, err)
+					}
+				}
+			}
+			if err := all(func(ctx context.Context, x *tripper) error { return x.endFloor(ctx) }); err != nil {
+				t.Error(err)
+			}
+			both[0].block++
+			wrong := func(sizes [2]int) {
+				t.Helper()
+				if err := all(func(ctx context.Context, x *tripper) error {
+					_, err := x.do(ctx, askTrips, sizes[x.w.Rank()], 5)
+					return err
+				}); err == nil || !strings.Contains(err.Error(), "wrong data") {
+					t.Errorf("sizes %v: other data than is expected: %v", sizes, err)
+				}
+			}
+			wrong([2]int{32, 32})
+			if devices == nil {
+				wrong([2]int{64, 128}) // the number is in another place
+			}
+		})
 	}
 }
 
@@ -85,9 +107,9 @@ func TestWindowGPUReport(t *testing.T) {
 		r    windowGPUReport
 		want string
 	}{
-		{windowGPUReport{Bytes: 917504, RatioP50: 1.2}, ""},
-		{windowGPUReport{Bytes: 1835008, RatioP50: 1.3}, "PutSignal of 1835008 bytes of a GPU: 1.30 times the floor, want at most 1.2"},
-		{windowGPUReport{Bytes: 1024, RatioP50: 9}, ""},
+		{windowGPUReport{windowFigures: windowFigures{Bytes: 917504, RatioP50: 1.2}}, ""},
+		{windowGPUReport{windowFigures: windowFigures{Bytes: 1835008, RatioP50: 1.3}}, "PutSignal of 1835008 bytes of a GPU: 1.30 times the floor, want at most 1.2"},
+		{windowGPUReport{windowFigures: windowFigures{Bytes: 1024, RatioP50: 9}}, ""},
 	} {
 		var v verdict
 		x.r.judge(&v)

@@ -1,17 +1,9 @@
 package bench
 
 import (
-	"context"
-	"errors"
-	"fmt"
-	"slices"
 	"strings"
-	"sync"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/af/collective"
-	"github.com/stepaf/stepaf-go/af/window"
-	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van/rdma/choose"
 )
 
@@ -70,14 +62,14 @@ func TestWindowGoals(t *testing.T) {
 		r    windowReport
 		want string // of --check; "" is well
 	}{
-		{windowReport{Van: zmq, Bytes: 1 << 10, RatioP50: 3}, ""},
-		{windowReport{Van: zmq, Bytes: 1 << 10, RatioP50: 3.1}, "PutSignal of 1024 bytes: 3.10 times the floor, want at most 3"},
-		{windowReport{Van: local, Bytes: 1 << 20, RatioP50: 4.1}, "PutSignal of 1048576 bytes: 4.10 times the floor, want at most 4"},
-		{windowReport{Van: local, Bytes: 1 << 10, RatioP50: 100}, ""},
-		{windowReport{Van: ibverbs, Bytes: 1 << 10, RatioP50: 100, RDMA: beside(10, 30)}, ""},
-		{windowReport{Van: ibverbs, Bytes: 1 << 10, RDMA: beside(10, 31)}, "PutSignal of 1024 bytes: 3.10 times ib_write_lat, want at most 3"},
-		{windowReport{Van: ibverbs, Bytes: 1 << 20, RDMA: beside(10, 1e4)}, ""},
-		{windowReport{Van: ibverbs, Bytes: 1 << 10, RDMA: &rdmaReport{Missing: "no tools"}}, "PutSignal of 1024 bytes: no tools"},
+		{windowReport{windowFigures: windowFigures{Van: zmq, Bytes: 1 << 10, RatioP50: 3}}, ""},
+		{windowReport{windowFigures: windowFigures{Van: zmq, Bytes: 1 << 10, RatioP50: 3.1}}, "PutSignal of 1024 bytes: 3.10 times the floor, want at most 3"},
+		{windowReport{windowFigures: windowFigures{Van: local, Bytes: 1 << 20, RatioP50: 4.1}}, "PutSignal of 1048576 bytes: 4.10 times the floor, want at most 4"},
+		{windowReport{windowFigures: windowFigures{Van: local, Bytes: 1 << 10, RatioP50: 100}}, ""},
+		{windowReport{windowFigures: windowFigures{Van: ibverbs, Bytes: 1 << 10, RatioP50: 100}, RDMA: beside(10, 30)}, ""},
+		{windowReport{windowFigures: windowFigures{Van: ibverbs, Bytes: 1 << 10}, RDMA: beside(10, 31)}, "PutSignal of 1024 bytes: 3.10 times ib_write_lat, want at most 3"},
+		{windowReport{windowFigures: windowFigures{Van: ibverbs, Bytes: 1 << 20}, RDMA: beside(10, 1e4)}, ""},
+		{windowReport{windowFigures: windowFigures{Van: ibverbs, Bytes: 1 << 10}, RDMA: &rdmaReport{Missing: "no tools"}}, "PutSignal of 1024 bytes: no tools"},
 	} {
 		var v verdict
 		x.r.judge(&v)
@@ -89,58 +81,10 @@ func TestWindowGoals(t *testing.T) {
 	if got := exchangeGoals[ibverbs][exchange{allGather, 64 << 10}]; got != 5 {
 		t.Errorf("AllGather of 64 KiB over RDMA: goal %g, want 5", got)
 	}
-	r := windowReport{Van: ibverbs, Bytes: 1 << 10, RDMA: beside(10, 31)}
+	r := windowReport{windowFigures: windowFigures{Van: ibverbs, Bytes: 1 << 10}, RDMA: beside(10, 31)}
 	var text strings.Builder
 	r.judge(new(verdict))
 	if err := r.print(&text); err != nil || !strings.HasSuffix(text.String(), "\nib_write_lat, one way: 10.00 us; one way takes 3.10 times that (goal: at most 3)\n") {
 		t.Errorf("%v:\n%s", err, text.String())
-	}
-}
-
-// TestPutAndWait: round trips are made and checked, and the check detects wrong data.
-func TestPutAndWait(t *testing.T) {
-	c := testcluster.Start(t, testcluster.Options{Workers: 2})
-	var windows [2]*window.Window
-	all := func(f func(ctx context.Context, r int) error) error {
-		ctx, cancel := context.WithCancel(t.Context())
-		defer cancel()
-		var wg sync.WaitGroup
-		var errs [2]error
-		for r := range errs {
-			wg.Go(func() {
-				if errs[r] = f(ctx, r); errs[r] != nil {
-					cancel() // ends the rank that still waits
-				}
-			})
-		}
-		wg.Wait()
-		return errors.Join(errs[:]...)
-	}
-	if err := all(func(ctx context.Context, r int) error {
-		comm, err := collective.New(ctx, c.Workers[r], collective.Options{Ranks: []int{0, 1}})
-		if err == nil {
-			windows[r], err = window.Open(ctx, comm, window.Options{Size: 4000, Signals: 1})
-		}
-		return err
-	}); err != nil {
-		t.Fatal(err)
-	}
-	for _, size := range []int{16, 4000} {
-		if err := all(func(ctx context.Context, r int) error {
-			ns, err := putAndWait(ctx, windows[r], size, 5)
-			if err == nil && (len(ns) != 5 || slices.Min(ns) < 0) {
-				err = fmt.Errorf("rank %d: times %v", r, ns)
-			}
-			return err
-		}); err != nil {
-			t.Errorf("%d bytes: %v", size, err)
-		}
-	}
-	err := all(func(ctx context.Context, r int) error {
-		_, err := putAndWait(ctx, windows[r], []int{64, 128}[r], 5)
-		return err
-	})
-	if err == nil || !strings.Contains(err.Error(), "wrong data") {
-		t.Errorf("ranks that put other data than is expected: %v", err)
 	}
 }
