@@ -63,44 +63,37 @@ func (x *gpuExam) pairs(ctx context.Context) []Finding {
 	if why, remedy := x.noPairs(); why != "" {
 		return []Finding{{Status: Skip, Text: "not tried: " + why, Remedy: remedy}}
 	}
-	var late []Finding // findings after the end of ctx
-	tell := func(f Finding) {
-		if !x.say(ctx, f) {
-			late = append(late, f)
-		}
-	}
 	matrix := len(x.all) > lineGPUs
 	if matrix {
-		tell(x.matrixHead())
+		x.early <- x.matrixHead()
 	}
 	held, sources, faults := x.exportAll(ctx)
 	for _, g := range x.all {
 		to := int(g.Device.ID)
 		if ctx.Err() != nil {
-			tell(x.pairsLeft(ctx, to))
+			x.early <- x.pairsLeft(ctx, to)
 			break
 		}
 		row := x.pairsTo(ctx, to, sources, faults)
 		x.tried = append(x.tried, row...)
 		if matrix {
-			tell(matrixRow(to, row))
+			x.early <- matrixRow(to, row)
 			continue
 		}
 		for _, r := range row {
-			tell(x.pairFinding(r))
+			x.early <- x.pairFinding(r)
 		}
 	}
+	var found []Finding
 	if matrix {
-		for _, f := range x.pairReasons() {
-			tell(f)
-		}
+		found = x.pairReasons()
 	}
 	for _, b := range held {
 		if err := b.Close(); err != nil {
-			tell(Finding{Status: Warn, Text: "after the attempt: " + err.Error(), Remedy: "see dmesg"})
+			found = append(found, Finding{Status: Warn, Text: "after the attempt: " + err.Error(), Remedy: "see dmesg"})
 		}
 	}
-	return late
+	return found
 }
 
 // noPairs returns the reason why no pair is checked, or "".

@@ -23,17 +23,7 @@ type subject struct {
 
 	needRDMA bool // the configuration chooses ibverbs
 
-	early chan Finding // early findings of the running check; see say
-}
-
-// say reports a finding before the check ends. It returns false if ctx has ended; the check then returns the finding.
-func (x *subject) say(ctx context.Context, f Finding) bool {
-	select {
-	case x.early <- f:
-		return true
-	case <-ctx.Done():
-		return false
-	}
+	early chan Finding // findings of the running check before its end
 }
 
 // reason returns the reason why ctx has ended.

@@ -1,6 +1,7 @@
 package launch
 
 import (
+	"bufio"
 	"bytes"
 	"errors"
 	"fmt"
@@ -112,89 +113,71 @@ func (w *watch) seen() (last []string, bad string) {
 	return slices.Clone(w.last), w.bad
 }
 
-// lines is a writer that calls emit for each line, without the line's end. The output of a progress bar ends with a
-// carriage return, and counts as a line, since no newline follows while the bar runs.
-type lines struct {
-	emit func([]byte)
-	rest []byte
-}
-
-func (l *lines) Write(b []byte) (int, error) {
-	l.rest = append(l.rest, b...)
-	for {
-		line, rest, whole := cutLine(l.rest)
-		if !whole && len(line) < maxLine {
-			return len(b), nil
-		}
-		bar := whole && l.rest[len(line)] == '\r' && l.rest[len(line)+1] != '\n'
-		if !bar || len(line) > 0 {
-			l.emit(bytes.TrimSuffix(line, []byte{'\r'}))
-		}
-		l.rest = rest
-	}
-}
-
-// cutLine cuts b after its first line. The end of a line is a newline, with or without a carriage return, or a
-// carriage return alone. If b ends with a carriage return, a newline may follow, so the line is not complete.
-func cutLine(b []byte) (line, rest []byte, whole bool) {
+// cutLine is a bufio.SplitFunc. The end of a line is a newline, with or without a carriage return, or a carriage return
+// alone: the output of a progress bar ends with one, and no newline follows while the bar runs. If b ends with a carriage
+// return, a newline may follow, so the line is not complete.
+func cutLine(b []byte, atEOF bool) (n int, line []byte, err error) {
 	i := bytes.IndexAny(b, "\r\n")
 	switch {
-	case i < 0 || b[i] == '\r' && i+1 == len(b):
-		return b, nil, false
-	case b[i] == '\r' && b[i+1] == '\n':
-		return b[:i], b[i+2:], true
+	case i >= 0 && b[i] == '\n':
+		return i + 1, b[:i], nil
+	case i >= 0 && i+1 < len(b) && b[i+1] == '\n':
+		return i + 2, b[:i], nil
+	case i == 0 && (len(b) > 1 || atEOF): // a bar begins
+		return 1, nil, nil
+	case i > 0 && (i+1 < len(b) || atEOF):
+		return i + 1, b[:i], nil
+	case len(b) >= maxLine, atEOF && len(b) > 0:
+		return len(b), bytes.TrimSuffix(b, []byte{'\r'}), nil
 	}
-	return b[:i], b[i+1:], true
+	return 0, nil, nil
 }
 
-// end emits a last line that has no newline.
-func (l *lines) end() {
-	if rest := bytes.TrimSuffix(l.rest, []byte{'\r'}); len(rest) > 0 {
-		l.emit(rest)
+// eachLine calls emit for each line, without the line's end.
+func eachLine(r io.Reader, emit func(line []byte)) {
+	lines := bufio.NewScanner(r)
+	lines.Buffer(nil, 2*maxLine)
+	lines.Split(cutLine)
+	for lines.Scan() {
+		emit(lines.Bytes())
 	}
 }
 
-// output copies a child's stdout or stderr.
+// output is a child's stdout or stderr.
 type output struct {
-	lines
-	from *os.File // the pipe that the child writes
+	from *os.File  // the pipe that the child writes
+	rest io.Reader // what was written by the deadline of the pipe; nil before
 	done chan struct{}
 }
 
-// copy copies the output until no process has it open, or until the deadline of the pipe. All that was written by then is
-// copied, also if the printer is blocked at the deadline.
-func (o *output) copy() {
+// copy calls emit for each line until no process has the pipe open, or until its deadline. All that was written by then is
+// copied, also if emit blocks at the deadline.
+func (o *output) copy(emit func(line []byte)) {
 	defer close(o.done)
-	buf := make([]byte, 32<<10)
-	var err error
-	read := func(most int) (n int) {
-		n, err = o.from.Read(buf[:min(most, len(buf))])
-		_, _ = o.Write(buf[:n]) // has no errors
-		return n
-	}
-	for err == nil {
-		read(len(buf))
-	}
-	if !errors.Is(err, os.ErrDeadlineExceeded) {
-		return
-	}
-	left := unread(o.from)
-	for err = o.from.SetReadDeadline(time.Time{}); left > 0 && err == nil; {
-		left -= read(left)
-	}
-}
-
-// await waits for the end of the output, and releases the pipe.
-func (o *output) await() {
-	<-o.done
-	o.end()
+	eachLine(o, emit)
 	_ = o.from.Close() // was only read
 }
 
+// Read reads the pipe until its deadline, and then what was written by then.
+func (o *output) Read(b []byte) (int, error) {
+	if o.rest == nil {
+		n, err := o.from.Read(b)
+		if !errors.Is(err, os.ErrDeadlineExceeded) {
+			return n, err
+		}
+		if err := o.from.SetReadDeadline(time.Time{}); err != nil {
+			return 0, err
+		}
+		o.rest = io.LimitReader(o.from, unread(o.from))
+	}
+	return o.rest.Read(b)
+}
+
 // unread returns the number of bytes in a pipe, 0 after an error.
-func unread(pipe *os.File) (n int) {
+func unread(pipe *os.File) int64 {
+	n := 0
 	if c, err := pipe.SyscallConn(); err == nil {
 		_ = c.Control(func(fd uintptr) { n, _ = unix.IoctlGetInt(int(fd), unix.TIOCINQ) }) // the only error is a closed descriptor
 	}
-	return n
+	return int64(n)
 }

@@ -52,10 +52,6 @@ func start(c *Child, plan *Plan, colour int, out *printer) (*process, error) {
 	for i := range p.output {
 		o := &p.output[i]
 		o.done = make(chan struct{})
-		o.emit = func(line []byte) {
-			p.watch.see(line)
-			out.line(i, c.Name(), colour, line)
-		}
 		if o.from, ends[i], err = os.Pipe(); err != nil {
 			break
 		}
@@ -72,7 +68,10 @@ func start(c *Child, plan *Plan, colour int, out *printer) (*process, error) {
 		return nil, fmt.Errorf("%s: %w", c.Name(), err)
 	}
 	for i := range p.output {
-		go p.output[i].copy()
+		go p.output[i].copy(func(line []byte) {
+			p.watch.see(line)
+			out.line(i, c.Name(), colour, line)
+		})
 	}
 	return p, nil
 }
@@ -106,7 +105,7 @@ func (p *process) wait() ended {
 	go func() {
 		defer close(p.printed)
 		for i := range p.output {
-			p.output[i].await()
+			<-p.output[i].done
 		}
 	}()
 	state := p.cmd.ProcessState

@@ -533,23 +533,17 @@ func TestLines(t *testing.T) {
 		{[]string{long, "y\n", "z"}, []string{long + "y", "z"}},
 	} {
 		var got []string
-		w := lines{emit: func(l []byte) { got = append(got, string(l)) }}
+		var in []io.Reader
 		for _, s := range c.in {
-			if n, err := io.WriteString(&w, s); n != len(s) || err != nil {
-				t.Errorf("%.60q: %d bytes are taken, %v", s, n, err)
-			}
+			in = append(in, strings.NewReader(s))
 		}
-		w.end()
+		eachLine(io.MultiReader(in...), func(l []byte) { got = append(got, string(l)) })
 		if !slices.Equal(got, c.want) {
 			t.Errorf("%.60q gives %.60q, want %.60q", c.in, got, c.want)
 		}
 	}
 	n, total := 0, 0
-	w := lines{emit: func(l []byte) { n++; total += len(l) }}
-	if _, err := io.Copy(&w, io.LimitReader(zeros{}, 5*maxLine)); err != nil {
-		t.Error(err)
-	}
-	w.end()
+	eachLine(io.LimitReader(zeros{}, 5*maxLine), func(l []byte) { n++; total += len(l) })
 	if total != 5*maxLine || n < 2 {
 		t.Errorf("an endless line came in %d pieces, %d bytes", n, total)
 	}
