@@ -394,75 +394,52 @@ func (r *afdRun) trips(rep *afdReport, sides []*afdSide) error {
 	return nil
 }
 
-// afdRow is the decode steps of a side in one form, or its computations alone.
-type afdRow struct {
-	side *afdSide
-	form string
-	ns   []int64
-}
-
 // steps measures decode steps whose computations take d, and the computations of each side alone.
 func (r *afdRun) steps(rep *afdReport, sides []*afdSide, d time.Duration) error {
 	amount := int64(d)
-	var rows []*afdRow
+	var rows []*row
 	for _, side := range sides {
 		if len(side.steps) == 0 {
 			continue
 		}
 		if side.rows && amount == int64(d) { // all sides make the same products
-			ns, err := side.workers[:1].ask(fmt.Sprintf("%s - %d 0", askRows, d))
+			got, err := side.workers[:1].askEach(fmt.Sprintf("%s - %d 0", askRows, d))
 			if err != nil {
 				return err
 			}
-			amount = ns[0]
+			amount = got[0].NS[0]
 		}
 		if side.from == fromGo {
 			if _, err := side.servers.askEach(fmt.Sprintf("%s - %d 0", askServe, d)); err != nil {
 				return err
 			}
 		}
-		for _, form := range append([]string{askAlone}, side.steps...) {
-			rows = append(rows, &afdRow{side: side, form: form})
+		rows = append(rows, side.both().row(fmt.Sprintf("%s - %d", askAlone, amount)))
+		for _, form := range side.steps {
+			rows = append(rows, side.measuring.row(fmt.Sprintf("%s %s %d", askSteps, form, amount)))
 		}
-	}
-	block := func(k int, keep bool) error {
-		for _, row := range rows {
-			line, of := fmt.Sprintf("%s %s %d %d", askSteps, row.form, amount, k), row.side.measuring
-			if row.form == askAlone {
-				line, of = fmt.Sprintf("%s - %d %d", askAlone, amount, k), row.side.both()
-			}
-			ns, err := of.ask(line)
-			if err != nil {
-				return fmt.Errorf("%s: %w", line, err)
-			}
-			if keep {
-				row.ns = append(row.ns, ns...)
-			}
-		}
-		return nil
 	}
 	r.progress(rep, fmt.Sprintf("decode steps of %s, warm-up", d), 0, 1)
 	start := time.Now()
-	if err := block(1, false); err != nil {
+	if err := inTurns([]int{1}, nil, rows...); err != nil {
 		return err
 	}
 	n := cmp.Or(r.c.Int("steps"), min(max(int(afdStepTime/(time.Since(start)+1)), 10), 200))
 	all := blocks(n, r.c.Int("rounds"))[1:]
-	for i, k := range all {
-		r.progress(rep, fmt.Sprintf("decode steps of %s", d), i, len(all))
-		if err := block(k, true); err != nil {
-			return err
-		}
+	if err := inTurns(all, func(block int) { r.progress(rep, fmt.Sprintf("decode steps of %s", d), block, len(all)) }, rows...); err != nil {
+		return err
 	}
-	var alone quantiles
-	for _, row := range rows {
-		q := summarize(row.ns)
-		if row.form == askAlone {
-			alone = q
+	for _, side := range sides {
+		if len(side.steps) == 0 {
 			continue
 		}
-		rep.Steps = append(rep.Steps, afdStep{From: row.side.from, Form: row.form, Compute: float64(d) / 1e3, Count: n, quantiles: q, Alone: alone,
-			RatioP50: q.P50 / alone.P50, RatioP99: q.P99 / alone.P99})
+		alone := summarize(rows[0].slowest())
+		for i, form := range side.steps {
+			q := summarize(rows[i+1].slowest())
+			rep.Steps = append(rep.Steps, afdStep{From: side.from, Form: form, Compute: float64(d) / 1e3, Count: n, quantiles: q, Alone: alone,
+				RatioP50: q.P50 / alone.P50, RatioP99: q.P99 / alone.P99})
+		}
+		rows = rows[1+len(side.steps):]
 	}
 	return nil
 }

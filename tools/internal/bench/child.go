@@ -54,15 +54,8 @@ func (p *child) line() (string, error) {
 	return strings.TrimSuffix(s, "\n"), err
 }
 
-// newCluster returns a cluster without processes.
-//
-// The kernel kills the processes when the calling goroutine's thread ends. The goroutine is locked to it.
-func newCluster() processes {
-	runtime.LockOSThread()
-	return nil
-}
-
-// start starts cmd as a process of the cluster. After an error it ends all others.
+// start starts cmd as a process of the cluster. After an error it ends all others. The kernel kills the process when the
+// calling thread ends.
 func (c *processes) start(name string, cmd *exec.Cmd) error {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
@@ -125,7 +118,7 @@ func startNodes(ctx context.Context, c *cli.Context, host string, servers, worke
 			environ = append(environ, keep+"="+v)
 		}
 	}
-	cl := newCluster()
+	var cl processes
 	for i, of := range []int{1, servers, workers} {
 		for rank := range of {
 			command, variables := node(roles[i], rank)
@@ -151,7 +144,7 @@ func startTorch(ctx context.Context, n int, command func(address string, rank in
 	if err != nil {
 		return nil, err
 	}
-	cl := newCluster()
+	var cl processes
 	for rank := range n {
 		args, variables := command(fmt.Sprintf("tcp://127.0.0.1:%d", port), rank)
 		cmd := exec.CommandContext(ctx, args[0], args[1:]...)
@@ -203,7 +196,6 @@ var passed = []string{"PS_VERBOSE", "STEPAF_BUSY_POLL_ENABLE", "BYTEPS_ZMQ_NTHRE
 // wait waits for all children and returns the CPU seconds of each. The error names all failed children, first the
 // children that a signal ended, since other failures follow from these.
 func (c processes) wait() (map[string]float64, error) {
-	defer runtime.UnlockOSThread()
 	for _, p := range c {
 		_ = p.in.Close()
 	}
@@ -280,28 +272,14 @@ func (c processes) askEach(line string) ([]answer, error) {
 		}
 	}
 	for i, rank := range c {
-		if len(all[i].NS) != len(all[0].NS) && all[i].Error == "" && all[0].Error == "" {
+		if all[i].Error != "" {
+			return nil, unable(all[i].Error)
+		}
+		if len(all[i].NS) != len(all[0].NS) {
 			return nil, fmt.Errorf("%s: %d times, want %d as of the first", rank.name, len(all[i].NS), len(all[0].NS))
 		}
 	}
 	return all, nil
-}
-
-// ask is askEach, and returns the time of each call: the time of the slowest rank.
-func (c processes) ask(line string) ([]int64, error) {
-	all, err := c.askEach(line)
-	if err != nil {
-		return nil, err
-	}
-	for _, a := range all {
-		if a.Error != "" {
-			return nil, unable(a.Error)
-		}
-		for k := range a.NS {
-			all[0].NS[k] = max(all[0].NS[k], a.NS[k])
-		}
-	}
-	return all[0].NS, nil
 }
 
 // arguments reads the arguments of a child after the name of its benchmark.
@@ -341,8 +319,19 @@ type row struct {
 // row returns a measurement that the processes make when they get line and the number of calls.
 func (c processes) row(line string) *row { return &row{of: c, line: line} }
 
-// inTurns measures the rows in turn, in blocks of calls. It does not keep the times of the first block, the warm-up. begin is called
-// before each block, unless it is nil.
+// slowest returns the time of each call: the time of the slowest rank.
+func (r *row) slowest() []int64 {
+	ns := slices.Clone(r.ns[0])
+	for _, of := range r.ns[1:] {
+		for i := range ns {
+			ns[i] = max(ns[i], of[i])
+		}
+	}
+	return ns
+}
+
+// inTurns measures the rows in turn, in blocks of calls. It does not keep the times of a row's first block, the warm-up. begin is
+// called before each block, unless it is nil.
 func inTurns(blocks []int, begin func(block int), rows ...*row) error {
 	for block, n := range blocks {
 		if begin != nil {
@@ -353,7 +342,7 @@ func inTurns(blocks []int, begin func(block int), rows ...*row) error {
 			if err != nil {
 				return fmt.Errorf("%s: %w", r.line, err)
 			}
-			if block == 0 {
+			if r.ns == nil { // the first block
 				r.ns, r.at = make([][]int64, len(got)), make([][]int64, len(got))
 				r.took, r.cpu = make([]time.Duration, len(got)), make([]time.Duration, len(got))
 				continue
@@ -391,6 +380,8 @@ func limited(c *cli.Context) (context.Context, context.CancelFunc) {
 // withProcesses calls f, which passes the sets of processes that it starts to own, and then ends the processes. It returns the CPU
 // seconds of each. If f fails, it does not wait for processes that still compute.
 func withProcesses(ctx context.Context, f func(ctx context.Context, own func(processes)) error) (map[string]float64, error) {
+	runtime.LockOSThread() // see start
+	defer runtime.UnlockOSThread()
 	running, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var all []processes

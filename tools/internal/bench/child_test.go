@@ -9,7 +9,7 @@ import (
 // children is a cluster of shell commands.
 func children(t *testing.T, scripts map[string]string) processes {
 	t.Helper()
-	c := newCluster()
+	var c processes
 	for _, role := range roles {
 		if err := c.start(role, exec.CommandContext(t.Context(), "sh", "-c", scripts[role])); err != nil {
 			t.Fatal(err)

@@ -233,7 +233,7 @@ func startGloo(ctx context.Context, python string, n int, own func(processes)) (
 		return nil, err.Error()
 	}
 	all = cl.last(n)
-	if _, err := all.ask(""); err != nil {
+	if _, err := all.askEach(""); err != nil {
 		_, _ = cl.wait()
 		return nil, err.Error()
 	}
@@ -255,40 +255,34 @@ func (m *collectiveRun) measure(ours, peers processes, n int, e exchange) (*coll
 			return nil, err
 		}
 	}
-	var mine, theirs, floor []int64
-	for block, k := range blocks(iters, m.c.Int("rounds")) {
-		line := fmt.Sprintf("%s %d %d", e.op, e.size, k)
-		if peers != nil && r.NoGloo == "" {
-			ns, err := peers.ask(line)
-			if why := unable(""); errors.As(err, &why) {
-				r.NoGloo = why.Error()
-			} else if err != nil {
-				return nil, fmt.Errorf("gloo: %w", err)
-			}
-			if block > 0 {
-				theirs = append(theirs, ns...)
-			}
-		}
-		ns, err := ours.ask(line)
-		if err != nil {
-			return nil, err
-		}
-		if block == 0 {
-			continue
-		}
-		for range k {
+	line, all := fmt.Sprintf("%s %d", e.op, e.size), blocks(iters, m.c.Int("rounds"))
+	mine, theirs := ours.row(line), peers.row(line)
+	var floor []int64
+	copies := func(block int) {
+		for i := 0; i < all[block] && block > 0; i++ {
 			start := time.Now()
 			copy(to, from)
 			floor = append(floor, int64(time.Since(start)))
 		}
-		mine = append(mine, ns...)
 	}
-	r.Ours = summarize(mine)
+	rows := []*row{theirs, mine}
+	if peers == nil {
+		rows = []*row{mine}
+	}
+	err := inTurns(all, copies, rows...)
+	if why := unable(""); errors.As(err, &why) { // in the first block
+		r.NoGloo = why.Error()
+		err = inTurns(all, copies, mine)
+	}
+	if err != nil {
+		return nil, err
+	}
+	r.Ours = summarize(mine.slowest())
 	if m.rdma != nil {
 		r.RDMA = m.rdma.beside(figures, r.Ours.P50)
 	}
-	if len(theirs) > 0 {
-		q := summarize(theirs)
+	if theirs.ns != nil {
+		q := summarize(theirs.slowest())
 		r.Gloo, r.RatioP50, r.RatioP99 = &q, r.Ours.P50/q.P50, r.Ours.P99/q.P99
 	}
 	if arrive > 0 {

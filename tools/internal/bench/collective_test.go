@@ -92,16 +92,21 @@ func TestExchange(t *testing.T) {
 func TestAsk(t *testing.T) {
 	for _, x := range []struct{ zero, one, want string }{
 		{`echo '{"ns":[5,2]}'`, `echo '{"ns":[3,4]}'`, "[5 4] <nil>"},
-		{`echo '{"error":"no such call"}'`, `echo '{"error":"no such call"}'`, "[] no such call"},
-		{`echo '{"ns":[5,2]}'`, `exit 0`, "[] worker 1: EOF"},
+		{`echo '{"error":"no such call"}'`, `echo '{"error":"no such call"}'`, "[] AllGather 4: no such call"},
+		{`echo '{"ns":[5,2]}'`, `exit 0`, "[] AllGather 4: worker 1: EOF"},
 	} {
-		c := newCluster()
+		var c processes
 		for i, script := range []string{x.zero, x.one} {
-			if err := c.start(fmt.Sprint("worker ", i), exec.CommandContext(t.Context(), "sh", "-c", "read line; "+script)); err != nil {
+			if err := c.start(fmt.Sprint("worker ", i), exec.CommandContext(t.Context(), "sh", "-c", "read line; "+script+"; read line; "+script)); err != nil {
 				t.Fatal(err)
 			}
 		}
-		ns, err := c.last(2).ask("AllGather 4 2")
+		r := c.row("AllGather 4")
+		err := inTurns([]int{2, 2}, nil, r)
+		var ns []int64
+		if err == nil {
+			ns = r.slowest()
+		}
 		if got := fmt.Sprint(ns, " ", err); got != x.want {
 			t.Errorf("%q, want %q", got, x.want)
 		}

@@ -7,13 +7,11 @@ package bench
 import "C"
 
 import (
-	"errors"
 	"fmt"
 	"net"
 	"net/netip"
 	"os"
 	"runtime"
-	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -141,7 +139,8 @@ func (p *pairs) measure(n int) ([]int64, error) {
 	}
 	gate := &C.struct_floor_gate{peers: C.uint32_t(len(p.all)), poll: C.int64_t(p.poll)}
 	times := make([][2][]int64, len(p.all))
-	errs := make([]error, len(p.all))
+	var first error // others follow from it
+	var failed sync.Once
 	var threads sync.WaitGroup
 	for i, x := range p.all {
 		start, end := make([]int64, n), make([]int64, n)
@@ -149,16 +148,15 @@ func (p *pairs) measure(n int) ([]int64, error) {
 		threads.Go(func() {
 			runtime.LockOSThread()
 			defer runtime.UnlockOSThread()
-			errs[i] = x.rounds(gate, n, (*C.int64_t)(unsafe.Pointer(&start[0])), (*C.int64_t)(unsafe.Pointer(&end[0])))
-			if errs[i] != nil {
+			if err := x.rounds(gate, n, (*C.int64_t)(unsafe.Pointer(&start[0])), (*C.int64_t)(unsafe.Pointer(&end[0]))); err != nil {
+				failed.Do(func() { first = err })
 				C.floor_gate_break(gate) // the other pairs end with ECANCELED
 			}
 		})
 	}
 	threads.Wait()
-	slices.SortStableFunc(errs, func(a, b error) int { return cause(b) - cause(a) })
-	if errs[0] != nil {
-		return nil, errs[0]
+	if first != nil {
+		return nil, first
 	}
 	for i := range ns {
 		first, last := times[0][0][i], times[0][1][i]
@@ -168,17 +166,6 @@ func (p *pairs) measure(n int) ([]int64, error) {
 		ns[i] = last - first
 	}
 	return ns, nil
-}
-
-// cause orders the errors of pairs: 2 is the error of a failed pair, 1 is the error of a pair that another pair has ended.
-func cause(err error) int {
-	switch {
-	case err == nil:
-		return 0
-	case errors.Is(err, syscall.ECANCELED):
-		return 1
-	}
-	return 2
 }
 
 // dialAll connects to each address. After an error it closes the connections.
