@@ -248,12 +248,9 @@ func (m *collectiveRun) measure(ours, peers processes, n int, e exchange) (*coll
 	arrive := e.arrive(n)
 	from, to := make([]byte, arrive), make([]byte, arrive)
 	fill(from) // memory that was never written has no pages
-	var figures perfFigures
-	if m.rdma != nil {
-		var err error
-		if figures, err = m.rdma.perftest(m.c, e.size, false); err != nil {
-			return nil, err
-		}
+	var err error
+	if r.RDMA, err = m.rdma.perftest(m.c, e.size, false); err != nil {
+		return nil, err
 	}
 	line, all := fmt.Sprintf("%s %d", e.op, e.size), blocks(iters, m.c.Int("rounds"))
 	mine, theirs := ours.row(line), peers.row(line)
@@ -269,7 +266,7 @@ func (m *collectiveRun) measure(ours, peers processes, n int, e exchange) (*coll
 	if peers == nil {
 		rows = []*row{mine}
 	}
-	err := inTurns(all, copies, rows...)
+	err = inTurns(all, copies, rows...)
 	if why := unable(""); errors.As(err, &why) { // in the first block
 		r.NoGloo = why.Error()
 		err = inTurns(all, copies, mine)
@@ -278,9 +275,7 @@ func (m *collectiveRun) measure(ours, peers processes, n int, e exchange) (*coll
 		return nil, err
 	}
 	r.Ours = summarize(mine.slowest())
-	if m.rdma != nil {
-		r.RDMA = m.rdma.beside(figures, r.Ours.P50)
-	}
+	r.RDMA.compareTime(r.Ours.P50)
 	if theirs.ns != nil {
 		q := summarize(theirs.slowest())
 		r.Gloo, r.RatioP50, r.RatioP99 = &q, r.Ours.P50/q.P50, r.Ours.P99/q.P99

@@ -126,19 +126,18 @@ func (m *latencyRun) payload(p payload) error {
 	if iters < 1 || warmup < 0 || rounds < 1 {
 		return exit.Usage("bench: --iters %d, --warmup %d, --rounds %d: want 0 iters and 0 warmup, which are chosen by size, or more, and rounds above 0", c.Int("iters"), c.Int("warmup"), rounds)
 	}
+	lat := p.push
+	if p.pull != lat {
+		lat = 0
+	}
+	perf, err := m.rdma.perftest(c, lat, p.push+p.pull >= bulk)
+	if err != nil {
+		return err
+	}
 	floor := "TCP"
-	var figures perfFigures
 	switch {
-	case m.rdma != nil:
+	case perf != nil:
 		floor = "verbs"
-		lat := p.push
-		if p.pull != lat {
-			lat = 0
-		}
-		var err error
-		if figures, err = m.rdma.perftest(c, lat, p.push+p.pull >= bulk); err != nil {
-			return err
-		}
 	case m.at.gpus != nil:
 		floor = "GPU"
 	}
@@ -150,8 +149,8 @@ func (m *latencyRun) payload(p payload) error {
 		return err
 	}
 	rep.Floor, rep.Load, rep.Touch, rep.Shared = floor, c.Bool("load"), c.Bool("touch"), c.Bool("shared")
-	if m.rdma != nil {
-		m.rdma.compare(rep, figures, &m.v)
+	if perf != nil {
+		perf.compare(rep, &m.v)
 	} else {
 		rep.judge(m.way.goal(p), &m.v)
 	}

@@ -6,8 +6,6 @@ import (
 	"os"
 	"strings"
 	"testing"
-
-	"github.com/stepaf/stepaf-go/van/rdma/choose"
 )
 
 func TestColumn(t *testing.T) {
@@ -74,27 +72,26 @@ func TestCompare(t *testing.T) {
 		name       string
 		push, pull int
 		p50        float64
-		f          perfFigures
+		f          rdmaReport
 		want       rdmaReport
 		verdict    string // of --check; "" is well
 	}{
-		{"small, reached", 1024, 1024, 120, perfFigures{lat: 10}, rdmaReport{LatRatio: 12, LatGoal: 12}, ""},
-		{"small, missed", 1024, 1024, 125, perfFigures{lat: 10}, rdmaReport{LatRatio: 12.5, LatGoal: 12, Missed: true},
+		{"small, reached", 1024, 1024, 120, rdmaReport{WriteLat: 10}, rdmaReport{LatRatio: 12, LatGoal: 12}, ""},
+		{"small, missed", 1024, 1024, 125, rdmaReport{WriteLat: 10}, rdmaReport{LatRatio: 12.5, LatGoal: 12, Missed: true},
 			"push 1024, pull 1024: 12.50 times ib_write_lat, want at most 12"},
-		{"64 KiB, missed", 65536, 65536, 6100, perfFigures{lat: 1000}, rdmaReport{LatRatio: 6.1, LatGoal: 6, Missed: true},
+		{"64 KiB, missed", 65536, 65536, 6100, rdmaReport{WriteLat: 1000}, rdmaReport{LatRatio: 6.1, LatGoal: 6, Missed: true},
 			"push 65536, pull 65536: 6.10 times ib_write_lat, want at most 6"},
 		// 2,752,512 bytes in 50,000 us are 55,050,240 bytes a second.
-		{"attention, reached", 917504, 1835008, 50000, perfFigures{bw: 70e6}, rdmaReport{BWRatio: 0.786432, BWGoal: 0.75}, ""},
-		{"attention, missed", 917504, 1835008, 50000, perfFigures{bw: 75e6}, rdmaReport{BWRatio: 0.7340032, BWGoal: 0.75, Missed: true},
+		{"attention, reached", 917504, 1835008, 50000, rdmaReport{WriteBW: 70e6}, rdmaReport{BWRatio: 0.786432, BWGoal: 0.75}, ""},
+		{"attention, missed", 917504, 1835008, 50000, rdmaReport{WriteBW: 75e6}, rdmaReport{BWRatio: 0.7340032, BWGoal: 0.75, Missed: true},
 			"push 917504, pull 1835008: 0.73 of ib_write_bw, want at least 0.75"},
-		{"no goal", 2048, 2048, 1e6, perfFigures{lat: 10}, rdmaReport{LatRatio: 1e5}, ""},
-		{"no perftest", 1024, 1024, 120, perfFigures{missing: "no tools"}, rdmaReport{LatGoal: 12, Missing: "no tools"}, "push 1024, pull 1024: no tools"},
+		{"no goal", 2048, 2048, 1e6, rdmaReport{WriteLat: 10}, rdmaReport{LatRatio: 1e5}, ""},
+		{"no perftest", 1024, 1024, 120, rdmaReport{Missing: "no tools"}, rdmaReport{LatGoal: 12, Missing: "no tools"}, "push 1024, pull 1024: no tools"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			r := &rdmaRun{at: choose.Result{Device: "rxe0", Port: 1, GIDIndex: 1}}
 			rep := &latencyReport{PushBytes: c.push, PullBytes: c.pull, quantiles: quantiles{tail: tail{P50: c.p50}}}
 			var v verdict
-			r.compare(rep, c.f, &v)
+			c.f.compare(rep, &v)
 			x := rep.RDMA
 			near := func(what string, got, want float64) {
 				if math.Abs(got-want) > 1e-9*math.Abs(want) {
@@ -118,10 +115,9 @@ func TestCompare(t *testing.T) {
 }
 
 func TestReportText(t *testing.T) {
-	r := &rdmaRun{at: choose.Result{Device: "rxe0", Port: 1, GIDIndex: 1}}
 	rep := newLatencyReport(ibverbs, place{}, both(1024), 2, []int64{100000, 120000}, []int64{30000, 40000}, nil)
 	rep.Floor = "verbs"
-	r.compare(rep, perfFigures{lat: 16, bw: 60e6}, &verdict{})
+	(&rdmaReport{Device: "rxe0", Port: 1, GIDIndex: 1, WriteLat: 16, WriteBW: 60e6}).compare(rep, &verdict{})
 	var b strings.Builder
 	if err := rep.print(&b); err != nil {
 		t.Fatal(err)

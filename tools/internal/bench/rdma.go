@@ -62,33 +62,30 @@ func newRDMARun(ctx context.Context, host string) (*rdmaRun, error) {
 	return &rdmaRun{at: at}, nil
 }
 
-// perfFigures are the results of perftest; 0 means not measured.
-type perfFigures struct {
-	lat, bw float64 // microseconds, bytes per second
-	missing string  // the reason why there are none
-}
-
 // bulk is the payload from which a round trip's bandwidth is meaningful, and the largest message that every device
 // accepts.
 const bulk = 1 << 20
 
-// perftest measures ib_write_lat for lat bytes, unless lat is 0, and if bw ib_write_bw.
-func (r *rdmaRun) perftest(c *cli.Context, lat int, bw bool) (f perfFigures, err error) {
+// perftest measures ib_write_lat for lat bytes, unless lat is 0, and if bw ib_write_bw. It returns nil if r is nil.
+func (r *rdmaRun) perftest(c *cli.Context, lat int, bw bool) (x *rdmaReport, err error) {
+	if r == nil {
+		return nil, nil
+	}
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()
+	x = &rdmaReport{Host: r.at.Host.String(), Device: r.at.Device, Port: r.at.Port, GIDIndex: r.at.GIDIndex}
 	if lat > 0 && lat <= bulk {
-		f.lat, err = r.writeLat(ctx, lat)
+		x.WriteLat, err = r.writeLat(ctx, lat)
 	}
 	if err == nil && bw {
-		f.bw, err = r.writeBW(ctx)
+		x.WriteBW, err = r.writeBW(ctx)
 	}
 	if errors.Is(err, errNoPerftest) {
-		return perfFigures{missing: err.Error()}, nil
+		x.WriteLat, x.Missing = 0, err.Error()
+	} else if err != nil {
+		return nil, fmt.Errorf("bench: %w", err)
 	}
-	if err != nil {
-		return f, fmt.Errorf("bench: %w", err)
-	}
-	return f, nil
+	return x, nil
 }
 
 // rdmaReport compares a figure with perftest's figures of the same run.
@@ -108,25 +105,22 @@ type rdmaReport struct {
 	Missed   bool    `json:"missed"`
 }
 
-// compare adds perftest's figures to a report, and adds missed goals to v.
-func (r *rdmaRun) compare(rep *latencyReport, f perfFigures, v *verdict) {
-	x := r.beside(f, rep.P50)
+// compare compares a report with perftest's figures, and adds missed goals to v.
+func (x *rdmaReport) compare(rep *latencyReport, v *verdict) {
 	rep.RDMA, x.Bps = x, float64(rep.PushBytes+rep.PullBytes)/rep.P50*1e6
-	if f.bw > 0 {
-		x.BWRatio = x.Bps / f.bw
+	x.compareTime(rep.P50)
+	if x.WriteBW > 0 {
+		x.BWRatio = x.Bps / x.WriteBW
 	}
 	p := payload{rep.PushBytes, rep.PullBytes}
 	x.judge(p, course{ibverbs, cpu}.goal(p), v)
 }
 
-// beside returns perftest's figures, and the ratio of us to its latency.
-func (r *rdmaRun) beside(f perfFigures, us float64) *rdmaReport {
-	x := &rdmaReport{Host: r.at.Host.String(), Device: r.at.Device, Port: r.at.Port, GIDIndex: r.at.GIDIndex, Missing: f.missing,
-		WriteLat: f.lat, WriteBW: f.bw}
-	if f.lat > 0 {
-		x.LatRatio = us / f.lat
+// compareTime compares us with perftest's latency. x may be nil.
+func (x *rdmaReport) compareTime(us float64) {
+	if x != nil && x.WriteLat > 0 {
+		x.LatRatio = us / x.WriteLat
 	}
-	return x
 }
 
 // judge compares with the goal of p, and adds a missed goal to v.

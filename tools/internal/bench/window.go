@@ -146,12 +146,9 @@ func (m *windowRun) measure(workers processes, size int) error {
 		iters = min(max(1<<28/(size+1<<18), 100), 4000)
 	}
 	iters = cmp.Or(m.c.Int("iters"), iters)
-	var figures perfFigures
-	if m.rdma != nil {
-		var err error
-		if figures, err = m.rdma.perftest(m.c, size, false); err != nil {
-			return err
-		}
+	perf, err := m.rdma.perftest(m.c, size, false)
+	if err != nil {
+		return err
 	}
 	of := func(what string) *row { return workers.row(fmt.Sprint(what, " ", size)) }
 	floor, trips, streams, ahead := of(askFloor), of(askTrips), of(askStreams), of(askAhead)
@@ -168,11 +165,9 @@ func (m *windowRun) measure(workers processes, size int) error {
 		r.judge(&m.v)
 		return show(m.c, r)
 	}
-	r := &windowReport{windowFigures: f, Floor: summarize(floor.ns[0]), Of: map[string]string{local: "copy and flag", ibverbs: "verbs", zmq: "libzmq"}[over]}
+	r := &windowReport{windowFigures: f, Floor: summarize(floor.ns[0]), Of: map[string]string{local: "copy and flag", ibverbs: "verbs", zmq: "libzmq"}[over], RDMA: perf}
 	r.RatioP50, r.RatioP99 = r.Trip.P50/r.Floor.P50, r.Trip.P99/r.Floor.P99
-	if m.rdma != nil {
-		r.RDMA = m.rdma.beside(figures, r.OneWay.P50)
-	}
+	r.RDMA.compareTime(r.OneWay.P50)
 	r.judge(&m.v)
 	return show(m.c, r)
 }
