@@ -5,7 +5,6 @@ package bench
 import (
 	"cmp"
 	"context"
-	"encoding/csv"
 	"fmt"
 	"io"
 	"os"
@@ -283,11 +282,8 @@ func runAFD(c *cli.Context) error {
 	} else {
 		r.noPython = r.lacks(ctx, "torch", "fserver_lib")
 	}
-	rows := csv.NewWriter(c.App.Writer)
 	if c.Bool("csv") {
-		if err := rows.WriteAll([][]string{afdColumns}); err != nil {
-			return err
-		}
+		fmt.Fprintln(c.App.Writer, afdColumns)
 	}
 	var all []*afdReport
 	for _, n := range r.workers {
@@ -298,11 +294,8 @@ func runAFD(c *cli.Context) error {
 			}
 			all = append(all, rep)
 			if c.Bool("csv") {
-				err = rows.WriteAll(rep.csv())
-			} else {
-				err = show(c, rep)
-			}
-			if err != nil {
+				rep.csv(c.App.Writer)
+			} else if err := show(c, rep); err != nil {
 				return err
 			}
 		}
@@ -492,31 +485,25 @@ func (r *afdReport) print(w io.Writer) error {
 }
 
 // afdColumns are the columns of --csv. base is the floor of a round trip, or the computation of a step alone.
-var afdColumns = []string{"van", "workers", "servers", "push_bytes", "pull_bytes", "layers", "micro_batches", "measured", "from", "form", "worker", "compute_us", "count",
-	"p50_us", "p90_us", "p99_us", "max_us", "mean_us", "base_p50_us", "base_p99_us", "ratio_p50", "ratio_p99"}
+const afdColumns = "van,workers,servers,push_bytes,pull_bytes,layers,micro_batches,measured,from,form,worker,compute_us,count," +
+	"p50_us,p90_us,p99_us,max_us,mean_us,base_p50_us,base_p99_us,ratio_p50,ratio_p99"
 
-// csv returns the report as rows with the columns afdColumns.
-func (r *afdReport) csv() (rows [][]string) {
-	micros := func(f float64) string { return strconv.FormatFloat(f, 'f', 3, 64) }
-	row := func(shape []string, count int, q quantiles, base ...string) {
-		cells := []string{r.Van}
-		for _, n := range []int{r.Workers, r.Servers, r.PushBytes, r.PullBytes} {
-			cells = append(cells, strconv.Itoa(n))
-		}
-		cells = append(append(cells, shape...), strconv.Itoa(count), micros(q.P50), micros(q.P90), micros(q.P99), micros(q.Max), micros(q.Mean))
-		rows = append(rows, append(cells, base...))
+// csv prints the report as rows with the columns afdColumns. No cell needs quotes.
+func (r *afdReport) csv(w io.Writer) {
+	shape := fmt.Sprintf("%s,%d,%d,%d,%d", r.Van, r.Workers, r.Servers, r.PushBytes, r.PullBytes)
+	times := func(q quantiles) string {
+		return fmt.Sprintf("%.3f,%.3f,%.3f,%.3f,%.3f", q.P50, q.P90, q.P99, q.Max, q.Mean)
 	}
 	for _, x := range r.Trips {
-		base := make([]string, 4)
+		base := ",,,"
 		if x.Form != askFloor {
 			floor := r.Trips[x.Worker]
-			base = []string{micros(floor.P50), micros(floor.P99), micros(x.RatioP50), micros(x.RatioP99)}
+			base = fmt.Sprintf("%.3f,%.3f,%.3f,%.3f", floor.P50, floor.P99, x.RatioP50, x.RatioP99)
 		}
-		row([]string{"", "", "round trip", x.From, x.Form, strconv.Itoa(x.Worker), ""}, x.Count, x.quantiles, base...)
+		fmt.Fprintf(w, "%s,,,round trip,%s,%s,%d,,%d,%s,%s\n", shape, x.From, x.Form, x.Worker, x.Count, times(x.quantiles), base)
 	}
 	for _, x := range r.Steps {
-		shape := []string{strconv.Itoa(r.Layers), strconv.Itoa(r.MicroBatches), "step", x.From, x.Form, "", micros(x.Compute)}
-		row(shape, x.Count, x.quantiles, micros(x.Alone.P50), micros(x.Alone.P99), micros(x.RatioP50), micros(x.RatioP99))
+		fmt.Fprintf(w, "%s,%d,%d,step,%s,%s,,%.3f,%d,%s,%.3f,%.3f,%.3f,%.3f\n", shape, r.Layers, r.MicroBatches, x.From, x.Form, x.Compute, x.Count,
+			times(x.quantiles), x.Alone.P50, x.Alone.P99, x.RatioP50, x.RatioP99)
 	}
-	return rows
 }
