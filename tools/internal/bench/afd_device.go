@@ -6,6 +6,7 @@ package bench
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -55,6 +56,7 @@ type afdDevice struct {
 	events [afdAhead]backend.Event
 	queued int
 	host   [2][]byte // a push and an answer
+	err    error     // the first error of alloc and tensors
 }
 
 func newAFDDevice(a *afdShape, node *postoffice.Node) (*afdDevice, error) {
@@ -73,29 +75,24 @@ func newAFDDevice(a *afdShape, node *postoffice.Node) (*afdDevice, error) {
 	return d, err
 }
 
-// alloc allocates n tensors of the device.
-func (d *afdDevice) alloc(n, size int) (all []backend.Mem, err error) {
-	for range n {
-		m, err := d.back.Alloc(size)
-		if err != nil {
-			return nil, err
-		}
+// alloc allocates n tensors of the device. It does nothing after an error.
+func (d *afdDevice) alloc(n, size int) (all []backend.Mem) {
+	for i := 0; i < n && d.err == nil; i++ {
+		var m backend.Mem
+		m, d.err = d.back.Alloc(size)
 		all = append(all, m)
 	}
-	return all, nil
+	return all
 }
 
 // tensors returns tensors with the same key.
-func tensors(key uint64, all []backend.Mem) ([]af.KeyTensor, error) {
+func (d *afdDevice) tensors(key uint64, all []backend.Mem) []af.KeyTensor {
 	list := make([]af.KeyTensor, len(all))
 	for i, m := range all {
 		t, err := af.NewTensor(m, af.Uint8, int64(m.Len()))
-		if err != nil {
-			return nil, err
-		}
-		list[i] = af.KeyTensor{Key: key, Val: t}
+		list[i], d.err = af.KeyTensor{Key: key, Val: t}, cmp.Or(d.err, err)
 	}
-	return list, nil
+	return list
 }
 
 // exchanges returns the two exchanges of a form. The first call of both ends prepares them.
@@ -109,13 +106,9 @@ func (d *afdDevice) exchanges(ctx context.Context, form string, push []backend.M
 	}
 	for turn := range both {
 		key := exchangeKey(form, turn)
-		in, err := tensors(key, push)
-		if err != nil {
-			return both, err
-		}
-		out, err := tensors(key+1, pull[turn])
-		if err != nil {
-			return both, err
+		in, out := d.tensors(key, push), d.tensors(key+1, pull[turn])
+		if d.err != nil {
+			return both, d.err
 		}
 		if both[turn], err = d.ends.Prepare(ctx, nil, in, out, opts...); err != nil {
 			return both, err
@@ -172,21 +165,15 @@ func newAFDDeviceWorker(a *afdShape, node *postoffice.Node) (_ *afdDeviceWorker,
 		return nil, err
 	}
 	if x.afdDevice, err = newAFDDevice(a, node); err == nil {
-		x.push, err = x.alloc(1, a.push)
-	}
-	if err == nil {
-		x.pull, err = x.alloc(node.Topology().NumServers, a.pull)
-	}
-	for i := range x.pushes {
-		var pulls []af.KeyTensor
-		if err == nil {
-			x.pushes[i], err = tensors(pushKey(i), x.push)
+		x.push, x.pull = x.alloc(1, a.push), x.alloc(node.Topology().NumServers, a.pull)
+		for i := range x.pushes {
+			x.pushes[i] = x.tensors(pushKey(i), x.push)
+			x.pulls[i] = slices.Collect(slices.Chunk(x.tensors(pullKey(i), x.pull), 1))
 		}
+		err = x.err
+	}
+	for i := range x.prepared {
 		if err == nil {
-			pulls, err = tensors(pullKey(i), x.pull)
-		}
-		x.pulls[i] = slices.Collect(slices.Chunk(pulls, 1))
-		if err == nil && i < checkedTrip {
 			x.prepared[i], err = x.w.Prepare(x.pushes[i], x.pulls[i], af.Complete)
 		}
 	}
@@ -305,21 +292,18 @@ func newAFDDeviceServer(a *afdShape, node *postoffice.Node) (*afdDeviceServer, e
 	s := &afdDeviceServer{}
 	workers := node.Topology().NumWorkers
 	var err error
-	if s.afdDevice, err = newAFDDevice(a, node); err == nil {
-		s.push, err = s.alloc(workers, a.push)
+	if s.afdDevice, err = newAFDDevice(a, node); err != nil {
+		return nil, err
 	}
+	s.push = s.alloc(workers, a.push)
 	for turn := range s.answers {
-		if err == nil {
-			s.answers[turn], err = s.alloc(workers, a.pull)
-		}
+		s.answers[turn] = s.alloc(workers, a.pull)
 	}
 	for i := range s.out {
-		if err == nil {
-			s.out[i], err = tensors(pullKey(i), s.answers[i%2])
-		}
+		s.out[i] = s.tensors(pullKey(i), s.answers[i%2])
 	}
-	if err != nil {
-		return nil, err
+	if s.err != nil {
+		return nil, s.err
 	}
 	server, err := af.NewServer(node, af.ServerOptions{})
 	if err != nil {
