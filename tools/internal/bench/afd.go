@@ -332,8 +332,8 @@ func (r *afdRun) measure(ctx context.Context, n, s int) (_ *afdReport, err error
 		rep.Floor = "copies"
 	}
 	r.progress(rep, "start", 0, 1)
-	rep.CPU, err = withProcesses(ctx, func(ctx context.Context, own func(processes)) error {
-		sides, err := r.sides(ctx, rep, n, s, own)
+	rep.CPU, err = withProcesses(ctx, func(g *group) error {
+		sides, err := r.sides(g, rep, n, s)
 		if err != nil {
 			return err
 		}

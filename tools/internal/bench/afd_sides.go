@@ -39,7 +39,7 @@ func (r *afdRun) chosen(forms []string) []string {
 }
 
 // sides starts the processes of all sides.
-func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int, own func(processes)) (all []*afdSide, err error) {
+func (r *afdRun) sides(g *group, rep *afdReport, n, s int) (all []*afdSide, err error) {
 	spec := []any{r.shape.push, r.shape.pull, r.shape.microBatches, r.shape.layers}
 	child, err := childCommand(slices.Concat([]any{"afd"}, spec)...)
 	if err != nil {
@@ -57,7 +57,6 @@ func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int, own func(p
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", from, err)
 		}
-		own(cl)
 		for _, p := range cl {
 			p.name = from + " " + p.name
 		}
@@ -66,7 +65,7 @@ func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int, own func(p
 		all = append(all, side)
 		return side, nil
 	}
-	cl, err := startNodes(ctx, r.c, r.c.String("host"), s, n, func(role string, rank int) (_, _ []string) { return child, variables(role, rank) })
+	cl, err := g.startNodes(r.c, r.c.String("host"), s, n, func(role string, rank int) (_, _ []string) { return child, variables(role, rank) })
 	side, err := add(fromGo, cl, err)
 	if err != nil {
 		return nil, err
@@ -83,7 +82,7 @@ func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int, own func(p
 		return args
 	}
 	if forms := r.chosen(afdAllForms[:len(afdAllForms)-1]); len(forms) > 0 && r.noPython == "" {
-		cl, err := startNodes(ctx, r.c, r.c.String("host"), s, n, func(role string, rank int) (_, _ []string) {
+		cl, err := g.startNodes(r.c, r.c.String("host"), s, n, func(role string, rank int) (_, _ []string) {
 			if role == roles[0] {
 				return child, variables(role, rank)
 			}
@@ -105,7 +104,7 @@ func (r *afdRun) sides(ctx context.Context, rep *afdReport, n, s int, own func(p
 	if rep.NoTorch != "" {
 		return all, nil
 	}
-	cl, err = startTorch(ctx, n+s, func(address string, rank int) (_, _ []string) {
+	cl, err = g.startTorch(n+s, func(address string, rank int) (_, _ []string) {
 		role, k := roles[1], rank
 		if rank >= s {
 			role, k = roles[2], rank-s

@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"maps"
 	"os"
 	"os/exec"
 	"runtime"
@@ -46,6 +45,14 @@ type child struct {
 	cmd  *exec.Cmd
 	in   io.WriteCloser
 	out  *bufio.Reader
+
+	unused bool // its failure is not an error
+}
+
+// group is the processes that a run of a benchmark has started.
+type group struct {
+	ctx context.Context // ends them
+	all processes
 }
 
 // line reads the child's next line.
@@ -54,9 +61,10 @@ func (p *child) line() (string, error) {
 	return strings.TrimSuffix(s, "\n"), err
 }
 
-// start starts cmd as a process of the cluster. After an error it ends all others. The kernel kills the process when the
-// calling thread ends.
-func (c *processes) start(name string, cmd *exec.Cmd) error {
+// start starts a process. The kernel kills it when the calling thread ends.
+func (g *group) start(name string, command, environ []string, stderr io.Writer) error {
+	cmd := exec.CommandContext(g.ctx, command[0], command[1:]...)
+	cmd.Env, cmd.Stderr = environ, stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
 	cmd.WaitDelay = 5 * time.Second
@@ -68,25 +76,19 @@ func (c *processes) start(name string, cmd *exec.Cmd) error {
 	if err == nil {
 		err = cmd.Start()
 	}
-	if err != nil {
-		for _, p := range *c {
-			_ = p.cmd.Process.Kill()
-		}
-		_, _ = c.wait()
-		return err
+	if err == nil {
+		g.all = append(g.all, &child{name: name, cmd: cmd, in: in, out: bufio.NewReader(out)})
 	}
-	*c = append(*c, &child{name, cmd, in, bufio.NewReader(out)})
-	return nil
+	return err
 }
 
 // startCluster starts a scheduler, servers and workers. Each gets spec.
-func startCluster(ctx context.Context, c *cli.Context, host string, at place, servers, workers int,
-	spec ...any) (processes, error) {
+func (g *group) startCluster(c *cli.Context, host string, at place, servers, workers int, spec ...any) (processes, error) {
 	child, err := childCommand(spec...)
 	if err != nil {
 		return nil, err
 	}
-	return startNodes(ctx, c, host, servers, workers, func(role string, rank int) (command, variables []string) {
+	return g.startNodes(c, host, servers, workers, func(role string, rank int) (command, variables []string) {
 		return child, at.of(rank).env(role)
 	})
 }
@@ -102,7 +104,7 @@ func childCommand(spec ...any) ([]string, error) {
 }
 
 // startNodes starts a scheduler, servers and workers. node returns the command of a node and variables of its own.
-func startNodes(ctx context.Context, c *cli.Context, host string, servers, workers int,
+func (g *group) startNodes(c *cli.Context, host string, servers, workers int,
 	node func(role string, rank int) (command, variables []string)) (processes, error) {
 	port, err := freeport.Find()
 	if err != nil {
@@ -118,42 +120,36 @@ func startNodes(ctx context.Context, c *cli.Context, host string, servers, worke
 			environ = append(environ, keep+"="+v)
 		}
 	}
-	var cl processes
+	first := len(g.all)
 	for i, of := range []int{1, servers, workers} {
 		for rank := range of {
 			command, variables := node(roles[i], rank)
-			cmd := exec.CommandContext(ctx, command[0], command[1:]...)
-			cmd.Env = slices.Concat(environ, []string{"DMLC_ROLE=" + roles[i]}, variables)
-			cmd.Stderr = os.Stderr
+			own := slices.Concat(environ, []string{"DMLC_ROLE=" + roles[i]}, variables)
 			name := roles[i]
 			if of > 1 {
 				name += " " + strconv.Itoa(rank)
-				cmd.Env = append(cmd.Env, "DMLC_NODE_RANK="+strconv.Itoa(rank))
+				own = append(own, "DMLC_NODE_RANK="+strconv.Itoa(rank))
 			}
-			if err := cl.start(name, cmd); err != nil {
+			if err := g.start(name, command, own, os.Stderr); err != nil {
 				return nil, err
 			}
 		}
 	}
-	return cl, nil
+	return g.all[first:], nil
 }
 
-// startTorch starts n ranks of torch.distributed. command returns the command of a rank, and variables of its own.
-func startTorch(ctx context.Context, n int, command func(address string, rank int) (command, variables []string)) (processes, error) {
+// startTorch starts n ranks of torch.distributed. node returns the command of a rank, and variables of its own.
+func (g *group) startTorch(n int, node func(address string, rank int) (command, variables []string)) (processes, error) {
 	port, err := freeport.Find()
 	if err != nil {
 		return nil, err
 	}
-	var cl processes
-	for rank := range n {
-		args, variables := command(fmt.Sprintf("tcp://127.0.0.1:%d", port), rank)
-		cmd := exec.CommandContext(ctx, args[0], args[1:]...)
-		cmd.Env = append(append(os.Environ(), "GLOO_SOCKET_IFNAME=lo"), variables...)
-		if err := cl.start("rank "+strconv.Itoa(rank), cmd); err != nil {
-			return nil, err
-		}
+	first := len(g.all)
+	for rank := 0; rank < n && err == nil; rank++ {
+		command, variables := node(fmt.Sprintf("tcp://127.0.0.1:%d", port), rank)
+		err = g.start("rank "+strconv.Itoa(rank), command, slices.Concat(os.Environ(), []string{"GLOO_SOCKET_IFNAME=lo"}, variables), nil)
 	}
-	return cl, nil
+	return g.all[first:], err
 }
 
 // Values of --van. local means shared memory, which is not a van of its own.
@@ -203,6 +199,9 @@ func (c processes) wait() (map[string]float64, error) {
 	var killed, failed []error
 	for _, p := range c {
 		err, state := p.cmd.Wait(), p.cmd.ProcessState
+		if p.unused {
+			continue
+		}
 		if s, ok := state.Sys().(syscall.WaitStatus); ok && s.Signaled() {
 			killed = append(killed, fmt.Errorf("%s: %w", p.name, err))
 		} else if err != nil {
@@ -377,25 +376,20 @@ func limited(c *cli.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeoutCause(c.Context, limit, fmt.Errorf("%w (--timeout %s)", context.DeadlineExceeded, limit))
 }
 
-// withProcesses calls f, which passes the sets of processes that it starts to own, and then ends the processes. It returns the CPU
-// seconds of each. If f fails, it does not wait for processes that still compute.
-func withProcesses(ctx context.Context, f func(ctx context.Context, own func(processes)) error) (map[string]float64, error) {
+// withProcesses calls f, which starts processes, and then ends them. It returns the CPU seconds of each. If f fails, it does not wait
+// for processes that still compute.
+func withProcesses(ctx context.Context, f func(g *group) error) (map[string]float64, error) {
 	runtime.LockOSThread() // see start
 	defer runtime.UnlockOSThread()
 	running, cancel := context.WithCancel(ctx)
 	defer cancel()
-	var all []processes
-	err := f(running, func(p processes) { all = append(all, p) })
+	g := &group{ctx: running}
+	err := f(g)
 	if err != nil {
 		cancel()
 	}
-	cpu := map[string]float64{}
-	for _, p := range all {
-		seconds, failed := p.wait()
-		maps.Copy(cpu, seconds)
-		err = cmp.Or(err, failed)
-	}
-	if err != nil {
+	cpu, failed := g.all.wait()
+	if err = cmp.Or(err, failed); err != nil {
 		return nil, cmp.Or(context.Cause(ctx), err)
 	}
 	return cpu, nil
@@ -407,12 +401,11 @@ func runCluster(c *cli.Context, host string, at place, servers, workers int, flo
 	spec ...any) (map[string]float64, error) {
 	ctx, cancel := limited(c)
 	defer cancel()
-	cpu, err := withProcesses(ctx, func(ctx context.Context, own func(processes)) error {
-		cl, err := startCluster(ctx, c, host, at, servers, workers, spec...)
+	cpu, err := withProcesses(ctx, func(g *group) error {
+		cl, err := g.startCluster(c, host, at, servers, workers, spec...)
 		if err != nil {
 			return err
 		}
-		own(cl)
 		of := cl.last(servers + workers)
 		if floor {
 			if err := passFloors(of[:servers], of[servers:]); err != nil {

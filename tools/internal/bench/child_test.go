@@ -9,13 +9,13 @@ import (
 // children is a cluster of shell commands.
 func children(t *testing.T, scripts map[string]string) processes {
 	t.Helper()
-	var c processes
+	g := &group{ctx: t.Context()}
 	for _, role := range roles {
-		if err := c.start(role, exec.CommandContext(t.Context(), "sh", "-c", scripts[role])); err != nil {
+		if err := g.start(role, []string{"sh", "-c", scripts[role]}, nil, nil); err != nil {
 			t.Fatal(err)
 		}
 	}
-	return c
+	return g.all
 }
 
 // TestWaitTellsCause: of several failed children, a killed one is named first, since the other failures follow from it.

@@ -178,16 +178,15 @@ func runCollective(c *cli.Context) error {
 func (m *collectiveRun) group(n int, all []exchange) error {
 	ctx, cancel := limited(m.c)
 	defer cancel()
-	_, err := withProcesses(ctx, func(ctx context.Context, own func(processes)) error {
-		ours, err := startCluster(ctx, m.c, m.host, place{}, 1, n, "collective")
+	_, err := withProcesses(ctx, func(g *group) error {
+		ours, err := g.startCluster(m.c, m.host, place{}, 1, n, "collective")
 		if err != nil {
 			return err
 		}
-		own(ours)
 		var peers processes
 		var noGloo string
 		if m.rdma == nil {
-			peers, noGloo = startGloo(ctx, m.c.String("python"), n, own)
+			peers, noGloo = startGloo(g, m.c.String("python"), n)
 		}
 		if !m.c.Bool("json") {
 			collectiveHead(m.c.App.Writer, m.c.String("van"), n)
@@ -225,20 +224,21 @@ func (m *collectiveRun) judge(r *collectiveReport, limit float64) {
 }
 
 // startGloo starts n ranks of gloo, or returns the reason why it cannot.
-func startGloo(ctx context.Context, python string, n int, own func(processes)) (all processes, unable string) {
-	cl, err := startTorch(ctx, n, func(address string, rank int) (command, variables []string) {
+func startGloo(g *group, python string, n int) (all processes, unable string) {
+	all, err := g.startTorch(n, func(address string, rank int) (command, variables []string) {
 		return []string{python, "-c", glooProgram, strconv.Itoa(rank), strconv.Itoa(n), address}, nil
 	})
-	if err != nil {
-		return nil, err.Error()
+	if err == nil {
+		_, err = all.askEach("")
 	}
-	all = cl.last(n)
-	if _, err := all.askEach(""); err != nil {
-		_, _ = cl.wait()
-		return nil, err.Error()
+	if err == nil {
+		return all, ""
 	}
-	own(cl)
-	return all, ""
+	for _, p := range all {
+		p.unused = true
+		_ = p.cmd.Process.Kill() // it may have ended
+	}
+	return nil, err.Error()
 }
 
 // measure measures one call, in blocks.

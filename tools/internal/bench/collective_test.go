@@ -2,7 +2,6 @@ package bench
 
 import (
 	"fmt"
-	"os/exec"
 	"slices"
 	"strings"
 	"sync"
@@ -95,13 +94,13 @@ func TestAsk(t *testing.T) {
 		{`echo '{"error":"no such call"}'`, `echo '{"error":"no such call"}'`, "[] AllGather 4: no such call"},
 		{`echo '{"ns":[5,2]}'`, `exit 0`, "[] AllGather 4: worker 1: EOF"},
 	} {
-		var c processes
+		g := &group{ctx: t.Context()}
 		for i, script := range []string{x.zero, x.one} {
-			if err := c.start(fmt.Sprint("worker ", i), exec.CommandContext(t.Context(), "sh", "-c", "read line; "+script+"; read line; "+script)); err != nil {
+			if err := g.start(fmt.Sprint("worker ", i), []string{"sh", "-c", "read line; " + script + "; read line; " + script}, nil, nil); err != nil {
 				t.Fatal(err)
 			}
 		}
-		r := c.row("AllGather 4")
+		r := g.all.row("AllGather 4")
 		err := inTurns([]int{2, 2}, nil, r)
 		var ns []int64
 		if err == nil {
@@ -110,6 +109,6 @@ func TestAsk(t *testing.T) {
 		if got := fmt.Sprint(ns, " ", err); got != x.want {
 			t.Errorf("%q, want %q", got, x.want)
 		}
-		_, _ = c.wait()
+		_, _ = g.all.wait()
 	}
 }
