@@ -360,11 +360,11 @@ func (r *afdRun) measure(ctx context.Context, n, s int) (_ *afdReport, err error
 
 // trips measures round trips and the floor.
 func (r *afdRun) trips(rep *afdReport, sides []*afdSide) error {
-	rows := []*row{sides[0].workers.row(askFloor + " - 0")}
+	rows := []*row{sides[0].workers.row(askFloor, "-", 0)}
 	names := []afdTrip{{Form: askFloor}}
 	for _, side := range sides {
 		for _, form := range side.trips {
-			rows = append(rows, side.measuring.row(askCalls+" "+form+" 0"))
+			rows = append(rows, side.measuring.row(askCalls, form, 0))
 			names = append(names, afdTrip{From: side.from, Form: form})
 		}
 	}
@@ -389,27 +389,27 @@ func (r *afdRun) trips(rep *afdReport, sides []*afdSide) error {
 
 // steps measures decode steps whose computations take d, and the computations of each side alone.
 func (r *afdRun) steps(rep *afdReport, sides []*afdSide, d time.Duration) error {
-	amount := int64(d)
+	amount := int(d)
 	var rows []*row
 	for _, side := range sides {
 		if len(side.steps) == 0 {
 			continue
 		}
-		if side.rows && amount == int64(d) { // all sides make the same products
+		if side.rows && amount == int(d) { // all sides make the same products
 			got, err := side.workers[:1].askEach(fmt.Sprintf("%s - %d 0", askRows, d))
 			if err != nil {
 				return err
 			}
-			amount = got[0].NS[0]
+			amount = int(got[0].NS[0])
 		}
 		if side.from == fromGo {
 			if _, err := side.servers.askEach(fmt.Sprintf("%s - %d 0", askServe, d)); err != nil {
 				return err
 			}
 		}
-		rows = append(rows, side.both().row(fmt.Sprintf("%s - %d", askAlone, amount)))
+		rows = append(rows, side.both().row(askAlone, "-", amount))
 		for _, form := range side.steps {
-			rows = append(rows, side.measuring.row(fmt.Sprintf("%s %s %d", askSteps, form, amount)))
+			rows = append(rows, side.measuring.row(askSteps, form, amount))
 		}
 	}
 	r.progress(rep, fmt.Sprintf("decode steps of %s, warm-up", d), 0, 1)

@@ -34,7 +34,7 @@ const (
 	askBare  = "bare" // libzmq alone
 )
 
-// childWithFloor is a node of a benchmark. It starts the floor, and then answers lines of the parent: "WHAT FORM NANOSECONDS CALLS".
+// childWithFloor is a node of a benchmark. It starts the floor, and then answers lines of the parent, whose amounts are nanoseconds.
 // newEnd returns nil for a server whose handler does all the work; the parent sends it no lines.
 func childWithFloor(c *cli.Context, node *postoffice.Node, x floors, newEnd func(*postoffice.Node) (end, error)) error {
 	if node.Role() != van.Server && node.Role() != van.Worker {
@@ -65,19 +65,12 @@ func childWithFloor(c *cli.Context, node *postoffice.Node, x floors, newEnd func
 	if err != nil {
 		return err
 	}
-	var what, form string
-	var d, n int
-	return answerLines(c, func() (a *answer, err error) {
-		a = &answer{}
-		start, cpu := time.Now(), cpuTime()
+	return answerLines(c, func(what, form string, d, n int) (*answer, error) {
 		if b := base[what]; b != nil {
-			a.NS, err = b.measure(n)
-		} else {
-			a.NS, err = e.do(c.Context, what, form, time.Duration(d), n)
+			return times(b.measure(n))
 		}
-		a.Took, a.CPU = time.Since(start), cpuTime()-cpu
-		return a, err
-	}, &what, &form, &d, &n)
+		return times(e.do(c.Context, what, form, time.Duration(d), n))
+	})
 }
 
 // announceFloors starts a server of each kind and prints the addresses.

@@ -289,16 +289,20 @@ func arguments(c *cli.Context, to ...any) error {
 	return nil
 }
 
-// answerLines reads each line of the parent into to, and answers it with the result of do.
-func answerLines(c *cli.Context, do func() (*answer, error), to ...any) error {
+// answerLines answers each line of the parent, "WHAT FORM AMOUNT CALLS", with the result of do.
+func answerLines(c *cli.Context, do func(what, form string, amount, n int) (*answer, error)) error {
 	for in := bufio.NewScanner(c.App.Reader); in.Scan(); {
-		if _, err := fmt.Sscan(in.Text(), to...); err != nil {
+		var what, form string
+		var amount, n int
+		if _, err := fmt.Sscan(in.Text(), &what, &form, &amount, &n); err != nil {
 			return fmt.Errorf("bench child: %q: %w", in.Text(), err)
 		}
-		a, err := do()
+		start, cpu := time.Now(), cpuTime()
+		a, err := do(what, form, amount, n)
 		if err != nil {
 			return err
 		}
+		a.Took, a.CPU = time.Since(start), cpuTime()-cpu
 		if err := json.NewEncoder(c.App.Writer).Encode(a); err != nil {
 			return err
 		}
@@ -315,8 +319,10 @@ type row struct {
 	took, cpu []time.Duration
 }
 
-// row returns a measurement that the processes make when they get line and the number of calls.
-func (c processes) row(line string) *row { return &row{of: c, line: line} }
+// row returns a measurement that the processes make when they get a line with these words and the number of calls. "-" is no form.
+func (c processes) row(what, form string, amount int) *row {
+	return &row{of: c, line: fmt.Sprint(what, " ", form, " ", amount)}
+}
 
 // slowest returns the time of each call: the time of the slowest rank.
 func (r *row) slowest() []int64 {

@@ -252,8 +252,8 @@ func (m *collectiveRun) measure(ours, peers processes, n int, e exchange) (*coll
 	if r.RDMA, err = m.rdma.perftest(m.c, e.size, false); err != nil {
 		return nil, err
 	}
-	line, all := fmt.Sprintf("%s %d", e.op, e.size), blocks(iters, m.c.Int("rounds"))
-	mine, theirs := ours.row(line), peers.row(line)
+	all := blocks(iters, m.c.Int("rounds"))
+	mine, theirs := ours.row(e.op, "-", e.size), peers.row(e.op, "-", e.size)
 	var floor []int64
 	copies := func(block int) {
 		for i := 0; i < all[block] && block > 0; i++ {
@@ -350,9 +350,9 @@ func childCollective(c *cli.Context, node *postoffice.Node) error {
 	if err != nil {
 		return err
 	}
-	var e exchange
-	var iters int
-	if err := answerLines(c, func() (*answer, error) { return times(e.run(c.Context, comm, iters)) }, &e.op, &e.size, &iters); err != nil {
+	if err := answerLines(c, func(op, _ string, size, iters int) (*answer, error) {
+		return times(exchange{op, size}.run(c.Context, comm, iters))
+	}); err != nil {
 		return err
 	}
 	if err := comm.Barrier(c.Context); err != nil {

@@ -91,8 +91,8 @@ func TestExchange(t *testing.T) {
 func TestAsk(t *testing.T) {
 	for _, x := range []struct{ zero, one, want string }{
 		{`echo '{"ns":[5,2]}'`, `echo '{"ns":[3,4]}'`, "[5 4] <nil>"},
-		{`echo '{"error":"no such call"}'`, `echo '{"error":"no such call"}'`, "[] AllGather 4: no such call"},
-		{`echo '{"ns":[5,2]}'`, `exit 0`, "[] AllGather 4: worker 1: EOF"},
+		{`echo '{"error":"no such call"}'`, `echo '{"error":"no such call"}'`, "[] AllGather - 4: no such call"},
+		{`echo '{"ns":[5,2]}'`, `exit 0`, "[] AllGather - 4: worker 1: EOF"},
 	} {
 		g := &group{ctx: t.Context()}
 		for i, script := range []string{x.zero, x.one} {
@@ -100,7 +100,7 @@ func TestAsk(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		r := g.all.row("AllGather 4")
+		r := g.all.row("AllGather", "-", 4)
 		err := inTurns([]int{2, 2}, nil, r)
 		var ns []int64
 		if err == nil {

@@ -1,5 +1,5 @@
 # One rank of torch.distributed over gloo. It makes the calls that lines of its standard input ask
-# for, "OP BYTES ITERATIONS", and prints the nanoseconds of each. stepaf bench collective starts it.
+# for, "OP - BYTES ITERATIONS", and prints the nanoseconds of each. stepaf bench collective starts it.
 import json
 import sys
 import time
@@ -36,7 +36,7 @@ def main():
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=n)
     say(ns=[])
     for line in sys.stdin:
-        op, size, iters = line.split()
+        op, _, size, iters = line.split()
         ns = []
         try:
             call = calls(op, int(size) // 4, n)

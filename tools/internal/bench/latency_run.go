@@ -172,7 +172,7 @@ func (m *latencyRun) measure(p payload, iters int, blocks []int) (rep *latencyRe
 		if onGPUs { // servers take part in exchanges
 			ends = slices.Concat(workers, servers)
 		}
-		floor, bare, ours := workers.row(askFloor+" - 0"), workers.row(askBare+" - 0"), ends.row(askCalls+" "+form+" 0")
+		floor, bare, ours := workers.row(askFloor, "-", 0), workers.row(askBare, "-", 0), ends.row(askCalls, form, 0)
 		rows := []*row{floor, ours}
 		if m.way == (course{zmq, cpu}) {
 			rows = []*row{floor, bare, ours}

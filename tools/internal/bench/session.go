@@ -75,7 +75,7 @@ func runSession(c *cli.Context) error {
 	}
 	var call, one, all *row
 	cpu, err := runCluster(c, c.String("host"), place{}, n, 1, false, func(_, workers processes) error {
-		call, one, all = workers.row(askCall), workers.row(askOne), workers.row(askAll)
+		call, one, all = workers.row(askCall, "-", 0), workers.row(askOne, "-", 0), workers.row(askAll, "-", 0)
 		return inTurns(slices.Repeat([]int{iters}, rounds+1), nil, call, one, all)
 	}, "session")
 	if err != nil {
@@ -170,11 +170,9 @@ func callRanks(c *cli.Context, node *postoffice.Node) error {
 		}
 		return err
 	}}
-	var what string
-	var n int
-	if err := answerLines(c, func() (*answer, error) {
+	if err := answerLines(c, func(what, _ string, _, n int) (*answer, error) {
 		return times(timed(n, func(int) error { return do[what]() }))
-	}, &what, &n); err != nil {
+	}); err != nil {
 		return err
 	}
 	h, err := s.Call(ctx, "how often")

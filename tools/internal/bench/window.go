@@ -150,7 +150,7 @@ func (m *windowRun) measure(workers processes, size int) error {
 	if err != nil {
 		return err
 	}
-	of := func(what string) *row { return workers.row(fmt.Sprint(what, " ", size)) }
+	of := func(what string) *row { return workers.row(what, "-", size) }
 	floor, trips, streams, ahead := of(askFloor), of(askTrips), of(askStreams), of(askAhead)
 	rows := []*row{floor, trips}
 	if onGPUs {
@@ -209,9 +209,7 @@ func childWindow(c *cli.Context, node *postoffice.Node) error {
 	if err != nil {
 		return err
 	}
-	var what string
-	var size, n int
-	if err := answerLines(c, func() (*answer, error) { return t.do(c.Context, what, size, n) }, &what, &size, &n); err != nil {
+	if err := answerLines(c, func(what, _ string, size, n int) (*answer, error) { return t.do(c.Context, what, size, n) }); err != nil {
 		return err
 	}
 	if err := t.endFloor(c.Context); err != nil {
