@@ -15,15 +15,12 @@ import (
 	"github.com/stepaf/stepaf-go/internal/cluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/backend"
 )
-
-// onGPU reports whether the node's tensors are on a GPU.
-func onGPU(node *postoffice.Node) bool { return node.Backend().Device().Type == backend.GPU }
 
 // end is a worker or a server of a benchmark with floors.
 type end interface {
 	// do makes n of the calls that the parent asks for, or answers them, and returns the nanoseconds of each.
+	// An end with a method times also returns times by the clock of the host.
 	do(ctx context.Context, what, form string, d time.Duration, n int) ([]int64, error)
 	close()
 }
@@ -59,7 +56,7 @@ func childWithFloor(c *cli.Context, node *postoffice.Node, x floors, newEnd func
 	}()
 	if node.Role() == van.Server {
 		err = announceFloors(c.App.Writer, node, kinds)
-	} else if err = dialAnnounced(c.App.Reader, kinds, base); err == nil {
+	} else if err = dialAnnounced(c.App.Reader, kinds, node.Rank() < x.clients, base); err == nil {
 		_, err = fmt.Fprintln(c.App.Writer, "{}") // the parent may send lines from here on
 	}
 	if err != nil {
@@ -69,7 +66,11 @@ func childWithFloor(c *cli.Context, node *postoffice.Node, x floors, newEnd func
 		if b := base[what]; b != nil {
 			return times(b.measure(n))
 		}
-		return times(e.do(c.Context, what, form, time.Duration(d), n))
+		a, err := times(e.do(c.Context, what, form, time.Duration(d), n))
+		if e, ok := e.(interface{ times() []int64 }); ok {
+			a.At = e.times()
+		}
+		return a, err
 	})
 }
 
@@ -88,9 +89,9 @@ func announceFloors(w io.Writer, node *postoffice.Node, kinds []floorKind) error
 	return err
 }
 
-// dialAnnounced reads the addresses that all servers have announced from the parent, and adds a client of each kind to
-// base.
-func dialAnnounced(r io.Reader, kinds []floorKind, base map[string]baseline) error {
+// dialAnnounced reads the addresses that all servers have announced from the parent, and if dial is set, adds a client of
+// each kind to base.
+func dialAnnounced(r io.Reader, kinds []floorKind, dial bool, base map[string]baseline) error {
 	line, err := bufio.NewReader(r).ReadString('\n')
 	if err != nil {
 		return fmt.Errorf("bench: no address of the floor: %w", err)
@@ -98,6 +99,9 @@ func dialAnnounced(r io.Reader, kinds []floorKind, base map[string]baseline) err
 	addrs := strings.Fields(line)
 	if len(addrs) == 0 || len(addrs)%len(kinds) != 0 {
 		return fmt.Errorf("bench: the parent has sent %d addresses of %d floors", len(addrs), len(kinds))
+	}
+	if !dial {
+		return nil
 	}
 	of := make([][]string, len(kinds))
 	for i, at := range addrs {

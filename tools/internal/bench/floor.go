@@ -18,6 +18,7 @@ import (
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // baseline is the client of a floor.
@@ -56,6 +57,14 @@ type floors struct {
 	shared     bool // through shared memory instead of TCP
 	clients    int  // of each server
 	pairs      int  // of all clients and servers
+}
+
+// onGPU reports whether the node's tensors are on a GPU.
+func onGPU(node *postoffice.Node) bool { return node.Backend().Device().Type == backend.GPU }
+
+// libzmqAlone reports whether a benchmark of a node also measures libzmq alone.
+func libzmqAlone(node *postoffice.Node) bool {
+	return node.Config().VanType == zmq && node.Config().EnableIPC == 0 && !onGPU(node)
 }
 
 // floorKind creates both ends of a floor.

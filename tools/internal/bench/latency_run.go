@@ -196,8 +196,7 @@ func childLatency(c *cli.Context, node *postoffice.Node) error {
 	if err := arguments(c, &l.push, &l.pull, &l.touch, &l.shared); err != nil {
 		return err
 	}
-	cfg := node.Config()
-	x := floors{push: l.push, pull: l.pull, touch: l.touch, bare: cfg.VanType == zmq && cfg.EnableIPC == 0, clients: 1, pairs: 1}
+	x := floors{push: l.push, pull: l.pull, touch: l.touch, bare: libzmqAlone(node), clients: 1, pairs: 1}
 	return childWithFloor(c, node, x, func(node *postoffice.Node) (end, error) {
 		if node.Role() == van.Server {
 			return newLatencyServer(l, node)

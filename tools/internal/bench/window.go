@@ -8,7 +8,6 @@ import (
 
 	"github.com/urfave/cli/v2"
 
-	"github.com/stepaf/stepaf-go/af/window"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
@@ -96,22 +95,17 @@ func runWindow(c *cli.Context) error {
 	if err != nil {
 		return err
 	}
-	m := windowRun{c, at, rdma, verdict{}}
+	m := windowRun{c, at, rdma, host, verdict{}}
 	if !c.Bool("json") && at.gpus != nil {
 		fmt.Fprint(c.App.Writer, windowGPUHead)
 	} else if !c.Bool("json") {
 		fmt.Fprintf(c.App.Writer, "two ranks over %s, microseconds, data checked\n%9s %6s   %9s %9s %9s %9s   %9s %9s   %9s %9s %6s goal\n", over,
 			"bytes", "iters", "trip p50", "p90", "p99", "max", "one way", "p99", "floor p50", "p99", "ratio")
 	}
-	if _, err = runCluster(c, host, at, 1, 2, false, func(_, workers processes) error {
-		for _, size := range sizes {
-			if err := m.measure(workers, size); err != nil {
-				return err
-			}
+	for _, size := range sizes {
+		if err := m.measure(size); err != nil {
+			return err
 		}
-		return nil
-	}, "window", slices.Max(sizes)); err != nil {
-		return err
 	}
 	return m.v.check(c)
 }
@@ -132,11 +126,12 @@ type windowRun struct {
 	c    *cli.Context
 	at   place
 	rdma *rdmaRun // nil unless over RDMA
+	host string   // of the processes
 	v    verdict
 }
 
 // measure measures one size, in blocks, and prints the report.
-func (m *windowRun) measure(workers processes, size int) error {
+func (m *windowRun) measure(size int) error {
 	over, onGPUs := m.c.String("van"), m.at.gpus != nil
 	iters := min(max(1<<30/(size+1<<18), 100), 4000)
 	switch {
@@ -150,13 +145,24 @@ func (m *windowRun) measure(workers processes, size int) error {
 	if err != nil {
 		return err
 	}
-	of := func(what string) *row { return workers.row(what, "-", size) }
-	floor, trips, streams, ahead := of(askFloor), of(askTrips), of(askStreams), of(askAhead)
-	rows := []*row{floor, trips}
-	if onGPUs {
-		rows = append(rows, streams, ahead)
-	}
-	if err := inTurns(blocks(iters, m.c.Int("rounds")), nil, rows...); err != nil {
+	var floor, trips, streams, ahead *row
+	if _, err := runCluster(m.c, m.host, m.at, 1, 2, true, func(_, workers processes) error {
+		base := askFloor
+		if over == zmq && !onGPUs {
+			base = askBare
+		}
+		floor, trips = workers[:1].row(base, "-", 0), workers.row(askTrips, "-", 0)
+		streams, ahead = workers.row(askStreams, "-", 0), workers.row(askAhead, "-", 0)
+		rows := []*row{floor, trips}
+		if onGPUs {
+			rows = append(rows, streams, ahead)
+		}
+		if err := inTurns(blocks(iters, m.c.Int("rounds")), nil, rows...); err != nil {
+			return err
+		}
+		_, err := workers.askEach(askEnd + " - 0 0")
+		return err
+	}, "window", size); err != nil {
 		return err
 	}
 	f := windowFigures{Van: over, Bytes: size, Iters: iters, Trip: summarize(trips.ns[0]), OneWay: summarize(trips.ways()), Checked: true}
@@ -191,35 +197,73 @@ func (r *windowReport) print(w io.Writer) error {
 	return err
 }
 
-// childWindow is a node of bench window. A worker makes the requested round trips.
+// Windows on GPUs. One way is the time from before the PutSignal until the CPU of the other rank sees the data, by the
+// clock of the host: its WaitSignal returns, or, in streams, it sees the end of the waiting stream. The floor is that
+// of bench latency: a copy into the other process's memory and then a flag for its CPU; one way is half a round trip.
+// Ahead is the average of one way in streams when both ranks have queued all round trips of a block, so that no CPU
+// takes part.
+
+// windowGPUGoals are ratios of one way to the floor's, at p50, for the attention payload in both directions.
+var windowGPUGoals = map[int]float64{917504: 1.2, 1835008: 1.2}
+
+var windowGPUSizes = []int{1 << 10, 917504, 1835008, 16 << 20}
+
+// windowGPUReport is the JSON line of bench window --device gpu. The ratios are those of one way.
+type windowGPUReport struct {
+	windowFigures
+	where
+	Streams quantiles `json:"one_way_streams"`
+	Ahead   quantiles `json:"one_way_ahead"` // of blocks
+	Floor   quantiles `json:"floor_one_way"`
+}
+
+func (r *windowGPUReport) String() string {
+	return fmt.Sprintf("PutSignal of %d bytes of a GPU", r.Bytes)
+}
+
+// newWindowGPUReport adds to f the floor's round trips, the ways in streams, and the averages of blocks ahead.
+func newWindowGPUReport(f windowFigures, at place, floor, streams, ahead []int64) *windowGPUReport {
+	r := &windowGPUReport{windowFigures: f, where: at.where(), Streams: summarize(streams), Ahead: summarize(ahead)}
+	for i := range floor {
+		floor[i] /= 2
+	}
+	r.Floor = summarize(floor)
+	r.RatioP50, r.RatioP99 = r.OneWay.P50/r.Floor.P50, r.OneWay.P99/r.Floor.P99
+	return r
+}
+
+func (r *windowGPUReport) judge(v *verdict) {
+	r.Goal = windowGPUGoals[r.Bytes]
+	r.Missed = v.judge(r, goal{of: ourFloor, limit: r.Goal}, r.RatioP50)
+}
+
+const windowGPUHead = "two ranks, one GPU each, microseconds, data checked\n   bytes   iters     one way      p99       trip      p99   streams      p99   ahead    floor p50      p99  ratio goal\n"
+
+func (r *windowGPUReport) print(w io.Writer) error {
+	_, err := fmt.Fprintf(w, "%9d %6d   %9.1f %9.1f  %9.1f %9.1f %9.1f %9.1f %7.1f   %9.1f %9.1f %6.2f %s\n", r.Bytes, r.Iters,
+		r.OneWay.P50, r.OneWay.P99, r.Trip.P50, r.Trip.P99, r.Streams.P50, r.Streams.P99, r.Ahead.P50, r.Floor.P50, r.Floor.P99,
+		r.RatioP50, goalText("-", r.Goal, r.Missed))
+	if r.Note != "" {
+		fmt.Fprintln(w, "note:", r.Note)
+	}
+	return err
+}
+
+// childWindow is a node of bench window. The workers have the windows; the server has the end of the floor.
 func childWindow(c *cli.Context, node *postoffice.Node) error {
-	var most int
-	if err := arguments(c, &most); err != nil || node.Role() != van.Worker {
+	var size int
+	if err := arguments(c, &size); err != nil {
 		return err
 	}
-	comm, err := joinWorkers(c, node)
-	if err != nil {
-		return err
-	}
-	w, err := window.Open(c.Context, comm, window.Options{Size: most, Signals: 1, Device: onGPU(node)})
-	if err != nil {
-		return err
-	}
-	t, err := newTripper(node, w, comm, most)
-	if err != nil {
-		return err
-	}
-	if err := answerLines(c, func(what, _ string, size, n int) (*answer, error) { return t.do(c.Context, what, size, n) }); err != nil {
-		return err
-	}
-	if err := t.endFloor(c.Context); err != nil {
-		return err
-	}
-	if err := comm.Barrier(c.Context); err != nil {
-		return err
-	}
-	if err := w.Close(); err != nil {
-		return err
-	}
-	return comm.Shutdown(c.Context)
+	x := floors{push: size, pull: size, shared: node.Config().EnableIPC == 1, bare: libzmqAlone(node), clients: 1, pairs: 1}
+	return childWithFloor(c, node, x, func(node *postoffice.Node) (end, error) {
+		if node.Role() == van.Server {
+			return nil, nil
+		}
+		comm, err := joinWorkers(c, node)
+		if err != nil {
+			return nil, err
+		}
+		return newTripper(c.Context, node, comm, size)
+	})
 }

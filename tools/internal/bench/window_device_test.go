@@ -10,14 +10,13 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/af/collective"
-	"github.com/stepaf/stepaf-go/af/window"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// startTrippers starts two ranks with windows of most bytes, in host memory or on devices. The returned function runs f
-// at both.
-func startTrippers(t *testing.T, devices []*sharing, most int) (both [2]*tripper, all func(f func(ctx context.Context, t *tripper) error) error) {
+// startTrippers starts two ranks with windows of size bytes, in host memory or on devices. The returned function runs f at
+// both.
+func startTrippers(t *testing.T, devices []*sharing, size int) (both [2]*tripper, all func(f func(ctx context.Context, t *tripper) error) error) {
 	t.Helper()
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Backend: func(role string, rank int) backend.Backend {
 		if role != "worker" || devices == nil {
@@ -42,12 +41,8 @@ func startTrippers(t *testing.T, devices []*sharing, most int) (both [2]*tripper
 	}
 	if err := each(func(ctx context.Context, r int) error {
 		comm, err := collective.New(ctx, c.Workers[r], collective.Options{Ranks: []int{0, 1}})
-		if err != nil {
-			return err
-		}
-		w, err := window.Open(ctx, comm, window.Options{Size: most, Signals: 1, Device: devices != nil})
 		if err == nil {
-			both[r], err = newTripper(c.Workers[r], w, comm, most)
+			both[r], err = newTripper(ctx, c.Workers[r], comm, size)
 		}
 		return err
 	}); err != nil {
@@ -58,47 +53,55 @@ func startTrippers(t *testing.T, devices []*sharing, most int) (both [2]*tripper
 	}
 }
 
-// TestTrippers: the ranks of bench window in host memory and on simulated devices: round trips, round trips ahead, the
-// floor, and the detection of wrong data.
+// TestTrippers: the ranks of bench window in host memory and on simulated devices: round trips, round trips ahead, and the
+// detection of wrong data.
 func TestTrippers(t *testing.T) {
 	for name, devices := range map[string][]*sharing{"host": nil, "devices": {newSharing(t, 0), newSharing(t, 1)}} {
-		t.Run(name, func(t *testing.T) {
-			both, all := startTrippers(t, devices, 5000)
-			wants := map[string]int{askFloor: 7, askTrips: 7}
-			if devices != nil {
-				wants[askAhead], wants[askStreams] = 1, 7
-			}
-			for _, size := range []int{16, 5000} {
+		for _, size := range []int{16, 5000} {
+			t.Run(fmt.Sprint(name, size), func(t *testing.T) {
+				both, all := startTrippers(t, devices, size)
+				wants := map[string]int{askTrips: 7}
+				if devices != nil {
+					wants[askAhead], wants[askStreams] = 1, 7
+				}
 				for what, want := range wants {
 					if err := all(func(ctx context.Context, x *tripper) error {
-						a, err := x.do(ctx, what, size, 7)
-						if err == nil && (len(a.NS) != want || slices.Min(a.NS) < 0) {
-							err = fmt.Errorf("rank %d: %v, want %d", x.w.Rank(), a.NS, want)
+						ns, err := x.do(ctx, what, "-", 0, 7)
+						if err == nil && (len(ns) != want || slices.Min(ns) < 0 || len(x.at) != 7 && what != askAhead) {
+							err = fmt.Errorf("rank %d: %v, want %d", x.w.Rank(), ns, want)
 						}
 						return err
 					}); err != nil {
-						t.Errorf("%d bytes, %s: %v", size, what, err)
+						t.Errorf("%s: %v", what, err)
 					}
 				}
-			}
-			if err := all(func(ctx context.Context, x *tripper) error { return x.endFloor(ctx) }); err != nil {
-				t.Error(err)
-			}
-			both[0].block++
-			wrong := func(sizes [2]int) {
-				t.Helper()
+				if devices == nil && size == 16 { // only the number
+					return
+				}
+				both[0].block++
 				if err := all(func(ctx context.Context, x *tripper) error {
-					_, err := x.do(ctx, askTrips, sizes[x.w.Rank()], 5)
+					_, err := x.do(ctx, askTrips, "-", 0, 5)
 					return err
 				}); err == nil || !strings.Contains(err.Error(), "wrong data") {
-					t.Errorf("sizes %v: other data than is expected: %v", sizes, err)
+					t.Errorf("other data than is expected: %v", err)
 				}
-			}
-			wrong([2]int{32, 32})
-			if devices == nil {
-				wrong([2]int{64, 128}) // the number is in another place
-			}
-		})
+			})
+		}
+	}
+}
+
+// TestTripNumber: the number of a round trip is checked at both ends of the data.
+func TestTripNumber(t *testing.T) {
+	both, _ := startTrippers(t, nil, 100)
+	for _, at := range []int{0, 92} {
+		number(both[0].w.Bytes(), 3)
+		if err := both[0].checkNumber(3); err != nil {
+			t.Error(err)
+		}
+		both[0].w.Bytes()[at]++
+		if err := both[0].checkNumber(3); err == nil || !strings.Contains(err.Error(), "wrong data") {
+			t.Errorf("another number at byte %d: %v", at, err)
+		}
 	}
 }
 

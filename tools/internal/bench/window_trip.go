@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/af/collective"
@@ -16,11 +17,12 @@ import (
 
 // The ranks of bench window.
 
-// Measurements of a rank, besides askFloor. A line has the name, the size, and the number of round trips.
+// Measurements of a rank.
 const (
 	askTrips   = "trips"   // the begin or the end of each way from rank 0, and the nanoseconds of each round trip
 	askStreams = "streams" // the same in streams
 	askAhead   = "ahead"   // the average nanoseconds of a way, of round trips that are all queued at once
+	askEnd     = "end"     // closes the window
 )
 
 // tripper is a rank that makes round trips. In host memory the data of each round trip has its number.
@@ -31,24 +33,23 @@ type tripper struct {
 	back   backend.Backend
 	stream af.Stream
 	event  backend.Event
+	size   int
 	src    backend.Mem
-	block  byte // added to all bytes of a block
-	floor  baseline
-	server *floorServer
-	size   int // of the floor
+	block  byte    // added to all bytes of a block
+	at     []int64 // when each way of a block began on rank 0 or ended on rank 1, by the clock of the host
 }
 
-func newTripper(node *postoffice.Node, w *window.Window, comm *collective.Comm, most int) (*tripper, error) {
-	t := &tripper{node: node, w: w, comm: comm, back: node.Backend()}
-	var err error
-	if onGPU(node) {
+func newTripper(ctx context.Context, node *postoffice.Node, comm *collective.Comm, size int) (_ *tripper, err error) {
+	t := &tripper{node: node, comm: comm, back: node.Backend(), size: size}
+	t.w, err = window.Open(ctx, comm, window.Options{Size: size, Signals: 1, Device: onGPU(node)})
+	if err == nil && onGPU(node) {
 		t.stream, err = newStream(t.back)
 	}
 	if err == nil {
 		t.event, err = t.back.NewEvent()
 	}
 	if err == nil {
-		t.src, err = t.back.Alloc(most)
+		t.src, err = t.back.Alloc(size)
 	}
 	return t, err
 }
@@ -63,34 +64,40 @@ func newStream(b backend.Backend) (af.Stream, error) {
 	return af.Stream(s), err
 }
 
-func (t *tripper) do(ctx context.Context, what string, size, n int) (*answer, error) {
-	if what == askFloor {
-		return t.doFloor(ctx, size, n)
+func (*tripper) close() {} // askEnd does it
+
+func (t *tripper) times() []int64 { return t.at }
+
+func (t *tripper) do(ctx context.Context, what, _ string, _ time.Duration, n int) (ns []int64, err error) {
+	if what == askEnd {
+		if err := t.comm.Barrier(ctx); err != nil {
+			return nil, err
+		}
+		return nil, errors.Join(t.w.Close(), t.comm.Shutdown(ctx))
 	}
-	src, err := t.prepare(ctx, size)
+	src, err := t.prepare(ctx)
 	if err != nil {
 		return nil, err
 	}
-	a := &answer{}
 	switch what {
 	case askTrips:
-		err = t.trips(ctx, src, n, a, af.Complete, func() error { return t.w.WaitSignal(ctx, 1-t.w.Rank(), 0) })
+		ns, err = t.trips(ctx, src, n, af.Complete, func() error { return t.w.WaitSignal(ctx, 1-t.w.Rank(), 0) })
 	case askStreams:
-		err = t.trips(ctx, src, n, a, t.stream, func() error { return errors.Join(t.wait(ctx), t.arrived(ctx)) })
+		ns, err = t.trips(ctx, src, n, t.stream, func() error { return errors.Join(t.wait(ctx), t.arrived(ctx)) })
 	case askAhead:
-		err = t.ahead(ctx, src, n, a)
+		ns, err = t.ahead(ctx, src, n)
 	default:
 		err = fmt.Errorf("bench child: %q", what)
 	}
 	if err != nil {
 		return nil, err
 	}
-	return a, t.check(size, n)
+	return ns, t.check(n)
 }
 
 // image returns the data that rank r puts in this block, in round trip i of host memory.
-func (t *tripper) image(r, size, i int) []byte {
-	b := make([]byte, size)
+func (t *tripper) image(r, i int) []byte {
+	b := make([]byte, t.size)
 	fill(b)
 	for k := range b {
 		b[k] ^= t.block*2 + byte(r)
@@ -108,11 +115,11 @@ func number(b []byte, i int) {
 }
 
 // prepare fills the source, clears the window, and waits for the other rank.
-func (t *tripper) prepare(ctx context.Context, size int) (src af.Tensor, err error) {
+func (t *tripper) prepare(ctx context.Context) (src af.Tensor, err error) {
 	t.block++
 	m := t.w.Tensor()
-	if err = t.back.Copy(m.Mem().Sub(0, size), backend.Bytes(make([]byte, size))); err == nil {
-		err = t.back.Copy(t.src.Sub(0, size), backend.Bytes(t.image(t.w.Rank(), size, 0)))
+	if err = t.back.Copy(m.Mem(), backend.Bytes(make([]byte, t.size))); err == nil {
+		err = t.back.Copy(t.src, backend.Bytes(t.image(t.w.Rank(), 0)))
 	}
 	if err == nil {
 		err = t.comm.Barrier(ctx)
@@ -120,27 +127,27 @@ func (t *tripper) prepare(ctx context.Context, size int) (src af.Tensor, err err
 	if err != nil {
 		return src, err
 	}
-	return af.NewTensor(t.src.Sub(0, size), af.Uint8, int64(size))
+	return af.NewTensor(t.src, af.Uint8, int64(t.size))
 }
 
 // check compares the window with the other rank's puts, of which the last one has number i.
-func (t *tripper) check(size, i int) error {
-	got := make([]byte, size)
+func (t *tripper) check(i int) error {
+	got := make([]byte, t.size)
 	m := t.w.Tensor()
-	if err := t.back.Copy(backend.Bytes(got), m.Mem().Sub(0, size)); err != nil {
+	if err := t.back.Copy(backend.Bytes(got), m.Mem()); err != nil {
 		return err
 	}
-	if !bytes.Equal(got, t.image(1-t.w.Rank(), size, i)) {
-		return fmt.Errorf("PutSignal of %d bytes: wrong data in block %d", size, t.block)
+	if !bytes.Equal(got, t.image(1-t.w.Rank(), i)) {
+		return fmt.Errorf("PutSignal of %d bytes: wrong data in block %d", t.size, t.block)
 	}
 	return t.w.Check()
 }
 
 // checkNumber compares both ends of the data in host memory with the number of a round trip.
-func (t *tripper) checkNumber(size, i int) error {
-	got := t.w.Bytes()[:size]
-	if first, last := le.Uint64(got), le.Uint64(got[size-8:]); first != uint64(i) || last != uint64(i) {
-		return fmt.Errorf("PutSignal %d of %d bytes: wrong data, of numbers %d and %d", i, size, first, last)
+func (t *tripper) checkNumber(i int) error {
+	got := t.w.Bytes()
+	if first, last := le.Uint64(got), le.Uint64(got[t.size-8:]); first != uint64(i) || last != uint64(i) {
+		return fmt.Errorf("PutSignal %d of %d bytes: wrong data, of numbers %d and %d", i, t.size, first, last)
 	}
 	return nil
 }
@@ -162,13 +169,13 @@ func (t *tripper) arrived(ctx context.Context) error {
 }
 
 // trips makes n round trips. The rank puts in stream, and waits by wait.
-func (t *tripper) trips(ctx context.Context, src af.Tensor, n int, a *answer, stream af.Stream, wait func() error) error {
-	a.NS, a.At = make([]int64, n), make([]int64, n)
-	host := !onGPU(t.node)
-	for i := range n {
+func (t *tripper) trips(ctx context.Context, src af.Tensor, n int, stream af.Stream, wait func() error) ([]int64, error) {
+	ns, host := make([]int64, n), !onGPU(t.node)
+	t.at = make([]int64, n)
+	for i := range ns {
 		if host {
 			if err := t.w.Flush(ctx, 1-t.w.Rank()); err != nil { // before the source is overwritten
-				return err
+				return nil, err
 			}
 			number(src.Bytes(), i+1)
 		}
@@ -181,22 +188,22 @@ func (t *tripper) trips(ctx context.Context, src af.Tensor, n int, a *answer, st
 			err = wait()
 		}
 		now := clock.Now()
-		a.At[i], a.NS[i] = int64(begun), int64(now-begun)
+		t.at[i], ns[i] = int64(begun), int64(now-begun)
 		if host && err == nil {
-			err = t.checkNumber(src.Len(), i+1)
+			err = t.checkNumber(i + 1)
 		}
 		if t.w.Rank() == 1 {
-			a.At[i] = int64(now)
+			t.at[i] = int64(now)
 			err = errors.Join(err, t.put(ctx, src, stream))
 		}
 		if err != nil {
-			return err
+			return nil, err
 		}
 	}
-	return t.arrived(ctx)
+	return ns, t.arrived(ctx)
 }
 
-func (t *tripper) ahead(ctx context.Context, src af.Tensor, n int, a *answer) (err error) {
+func (t *tripper) ahead(ctx context.Context, src af.Tensor, n int) (_ []int64, err error) {
 	begun := clock.Now()
 	for range n {
 		if t.w.Rank() == 0 {
@@ -205,65 +212,9 @@ func (t *tripper) ahead(ctx context.Context, src af.Tensor, n int, a *answer) (e
 			err = errors.Join(t.wait(ctx), t.put(ctx, src, t.stream))
 		}
 		if err != nil {
-			return err
-		}
-	}
-	if err = t.arrived(ctx); err != nil {
-		return err
-	}
-	a.NS = []int64{int64(clock.Now()-begun) / int64(2*n)}
-	return nil
-}
-
-// doFloor measures the floor, of which rank 1 is the server.
-func (t *tripper) doFloor(ctx context.Context, size, n int) (*answer, error) {
-	if t.size != size {
-		err := t.endFloor(ctx)
-		if err == nil {
-			err = t.beginFloor(ctx, size)
-		}
-		if err != nil {
 			return nil, err
 		}
 	}
-	if t.floor == nil {
-		return &answer{NS: make([]int64, n)}, nil
-	}
-	return times(t.floor.measure(n))
-}
-
-func (t *tripper) beginFloor(ctx context.Context, size int) error {
-	cfg := t.node.Config()
-	x := floors{push: size, pull: size, clients: 1, pairs: 1, shared: cfg.EnableIPC == 1, bare: cfg.EnableIPC == 0 && cfg.VanType == zmq}
-	kinds, err := x.kinds(t.node)
-	if err != nil {
-		return err
-	}
-	kind := kinds[len(kinds)-1] // libzmq alone instead of TCP
-	var at string
-	if t.w.Rank() == 1 {
-		if t.server, err = kind.serve(); err != nil {
-			return err
-		}
-		at = t.server.addr
-	}
-	all, err := t.comm.AllGatherBytes(ctx, []byte(at))
-	if err == nil && t.w.Rank() == 0 {
-		t.floor, err = kind.dial([]string{string(all[1])})
-	}
-	t.size = size
-	return err
-}
-
-// endFloor ends it, the client first, and waits for the other rank.
-func (t *tripper) endFloor(ctx context.Context) error {
-	if t.floor != nil {
-		t.floor.close()
-	}
-	err := t.comm.Barrier(ctx)
-	if t.server != nil {
-		t.server.close()
-	}
-	t.floor, t.server, t.size = nil, nil, 0
-	return err
+	err = t.arrived(ctx)
+	return []int64{int64(clock.Now()-begun) / int64(2*n)}, err
 }
