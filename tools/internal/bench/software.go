@@ -114,11 +114,11 @@ func runSoftware(c *cli.Context) error {
 			"p50 ns", "p90 ns", "p99 ns", "max ns", "CPU ns", "allocs", "locks")
 	}
 	for _, name := range vans {
-		all, err := measureSoftware(ctx, name, sizes, c.Int("iters"), c.Int("warmup"))
-		if err != nil {
-			return fmt.Errorf("bench software: %s: %w", name, err)
-		}
-		for _, r := range all {
+		for _, p := range sizes {
+			r, err := measureSoftware(ctx, name, p, c.Int("iters"), c.Int("warmup"))
+			if err != nil {
+				return fmt.Errorf("bench software: %s: %w", name, err)
+			}
 			if err := show(c, r); err != nil {
 				return err
 			}
@@ -146,8 +146,8 @@ func (r *softwareReport) print(w io.Writer) error {
 	return nil
 }
 
-// measureSoftware measures all sizes over one transport.
-func measureSoftware(ctx context.Context, name string, sizes []payload, iters, warmup int) ([]*softwareReport, error) {
+// measureSoftware measures one pair of sizes over one transport.
+func measureSoftware(ctx context.Context, name string, p payload, iters, warmup int) (*softwareReport, error) {
 	factory, end := softwareNet(name)
 	defer end()
 	c, err := clustertest.New(ctx, clustertest.Options{Node: func(o *postoffice.Options) {
@@ -161,22 +161,18 @@ func measureSoftware(ctx context.Context, name string, sizes []payload, iters, w
 		return nil, err
 	}
 	defer c.Close()
-	s, err := newSoftware(c.Server(0), c.Worker(0), sizes)
+	s, err := newSoftware(c.Server(0), c.Worker(0), p)
 	if err != nil {
 		return nil, err
 	}
 	defer s.worker.Close()
-	var all []*softwareReport
-	for i, p := range sizes {
-		n, warm := defaults(course{zmq, cpu}, p.push+p.pull, iters, warmup)
-		r, err := s.measure(ctx, i, n, warm, name == "rdma")
-		if err != nil {
-			return nil, err
-		}
-		r.Van, r.PushBytes, r.PullBytes = name, p.push, p.pull
-		all = append(all, r)
+	n, warm := defaults(course{zmq, cpu}, p.push+p.pull, iters, warmup)
+	r, err := s.measure(ctx, n, warm, name == "rdma")
+	if err != nil {
+		return nil, err
 	}
-	return all, c.Run(ctx, func(context.Context, *postoffice.Node) error { return nil })
+	r.Van, r.PushBytes, r.PullBytes = name, p.push, p.pull
+	return r, c.Run(ctx, func(context.Context, *postoffice.Node) error { return nil })
 }
 
 // softwareNet creates the simulated network.
@@ -210,19 +206,19 @@ func (v placedVan) Unwrap() van.Van { return v.Van }
 // ChooseHost implements van.HostChooser.
 func (v placedVan) ChooseHost() (host, why string, err error) { return v.host, "device in memory", nil }
 
-// software is a worker, a server, and the tensors of a push_pull of each size.
+// software is a worker, a server, and the tensors of a push_pull.
 type software struct {
-	worker                 *af.Worker
-	server                 cluster.App
-	pushes, pulls, answers [][]af.KeyTensor
-	answered               atomic.Bool
-	isAnswered             func() bool
+	worker             *af.Worker
+	server             cluster.App
+	push, pull, answer []af.KeyTensor
+	answered           atomic.Bool
+	isAnswered         func() bool
 }
 
-// once makes a push_pull of size i. Its goroutine runs both sides, so that no time is spent on waking another one.
-func (s *software) once(ctx context.Context, i int) error {
+// once makes a push_pull. Its goroutine runs both sides, so that no time is spent on waking another one.
+func (s *software) once(ctx context.Context) error {
 	s.answered.Store(false)
-	call, err := s.worker.PushPull(s.pushes[i], s.pulls[i:i+1])
+	call, err := s.worker.PushPull(s.push, [][]af.KeyTensor{s.pull})
 	if err != nil {
 		return err
 	}
@@ -230,30 +226,28 @@ func (s *software) once(ctx context.Context, i int) error {
 	return call.Wait(ctx)
 }
 
-// newSoftware creates the worker, and a server that answers a pull with key 2i+1 with the tensor of size i.
-func newSoftware(server, worker *postoffice.Node, sizes []payload) (*software, error) {
+// newSoftware creates the worker, and a server that answers with the tensor answer.
+func newSoftware(server, worker *postoffice.Node, p payload) (*software, error) {
 	s := &software{server: (*cluster.Node)(server).App()}
 	s.isAnswered = s.answered.Load
-	for i, p := range sizes {
-		for _, x := range []struct {
-			to   *[][]af.KeyTensor
-			key  uint64
-			size int
-		}{{&s.pushes, uint64(2 * i), p.push}, {&s.pulls, uint64(2*i + 1), p.pull}, {&s.answers, uint64(2*i + 1), p.pull}} {
-			t, err := newTensor(worker.Backend(), x.key, x.size)
-			if err != nil {
-				return nil, err
-			}
-			fill(t.Val.Bytes())
-			*x.to = append(*x.to, []af.KeyTensor{t})
+	for _, x := range []struct {
+		to   *[]af.KeyTensor
+		key  uint64
+		size int
+	}{{&s.push, timedKey, p.push}, {&s.pull, timedKey + 1, p.pull}, {&s.answer, timedKey + 1, p.pull}} {
+		t, err := newTensor(worker.Backend(), x.key, x.size)
+		if err != nil {
+			return nil, err
 		}
+		fill(t.Val.Bytes())
+		*x.to = []af.KeyTensor{t}
 	}
 	srv, err := af.NewServer(server, af.ServerOptions{})
 	if err != nil {
 		return nil, err
 	}
 	if err := srv.Handle(func(b af.Batch) {
-		if err := b.Respond(s.answers[b.Pulls()[0].Key/2]); err != nil {
+		if err := b.Respond(s.answer); err != nil {
 			server.Log().Error("respond", "err", err)
 		}
 		s.answered.Store(true)
@@ -264,14 +258,14 @@ func newSoftware(server, worker *postoffice.Node, sizes []payload) (*software, e
 	return s, err
 }
 
-// measure times push_pulls of size i. With check, the last answer is compared with the server's tensor.
-func (s *software) measure(ctx context.Context, i, iters, warmup int, check bool) (*softwareReport, error) {
+// measure times push_pulls. With check, the last answer is compared with the server's tensor.
+func (s *software) measure(ctx context.Context, iters, warmup int, check bool) (*softwareReport, error) {
 	for range warmup {
-		if err := s.once(ctx, i); err != nil {
+		if err := s.once(ctx); err != nil {
 			return nil, err
 		}
 	}
-	got := s.pulls[i][0].Val.Bytes()
+	got := s.pull[0].Val.Bytes()
 	if check {
 		clear(got)
 	}
@@ -281,14 +275,14 @@ func (s *software) measure(ctx context.Context, i, iters, warmup int, check bool
 	locks, used := countLocks(), cpuTime()
 	for k := range ns {
 		start := clock.Now()
-		if err := s.once(ctx, i); err != nil {
+		if err := s.once(ctx); err != nil {
 			return nil, err
 		}
 		ns[k] = int64(clock.Now() - start)
 	}
 	used, taken := cpuTime()-used, countLocks()
 	runtime.ReadMemStats(&after)
-	if check && !bytes.Equal(got, s.answers[i][0].Val.Bytes()) {
+	if check && !bytes.Equal(got, s.answer[0].Val.Bytes()) {
 		return nil, fmt.Errorf("the answer of %d bytes differs from the server's tensor", len(got))
 	}
 	q, n := summarize(ns), float64(iters)
