@@ -116,8 +116,7 @@ type afdTrip struct {
 	Worker int    `json:"worker"`
 	Count  int    `json:"count"`
 	quantiles
-	RatioP50 float64 `json:"ratio_p50,omitempty"` // to the worker's floor
-	RatioP99 float64 `json:"ratio_p99,omitempty"`
+	comparison // with the worker's floor
 }
 
 // afdStep is the decode steps in one form.
@@ -127,9 +126,8 @@ type afdStep struct {
 	Compute float64 `json:"compute_us"`
 	Count   int     `json:"count"`
 	quantiles
-	Alone    quantiles `json:"computation"` // without communication
-	RatioP50 float64   `json:"ratio_p50"`   // to it
-	RatioP99 float64   `json:"ratio_p99"`
+	Alone      quantiles `json:"computation"` // without communication
+	comparison           // with it
 }
 
 // values reads the values of an option, separated by commas.
@@ -378,8 +376,7 @@ func (r *afdRun) trips(rep *afdReport, sides []*afdSide) error {
 			x := names[i]
 			x.Worker, x.Count, x.quantiles = w, len(ns), summarize(ns)
 			if i > 0 {
-				floor := rep.Trips[w]
-				x.RatioP50, x.RatioP99 = x.P50/floor.P50, x.P99/floor.P99
+				x.comparison = x.to(rep.Trips[w].quantiles)
 			}
 			rep.Trips = append(rep.Trips, x)
 		}
@@ -429,8 +426,7 @@ func (r *afdRun) steps(rep *afdReport, sides []*afdSide, d time.Duration) error 
 		alone := summarize(rows[0].slowest())
 		for i, form := range side.steps {
 			q := summarize(rows[i+1].slowest())
-			rep.Steps = append(rep.Steps, afdStep{From: side.from, Form: form, Compute: float64(d) / 1e3, Count: n, quantiles: q, Alone: alone,
-				RatioP50: q.P50 / alone.P50, RatioP99: q.P99 / alone.P99})
+			rep.Steps = append(rep.Steps, afdStep{From: side.from, Form: form, Compute: float64(d) / 1e3, Count: n, quantiles: q, Alone: alone, comparison: q.to(alone)})
 		}
 		rows = rows[1+len(side.steps):]
 	}

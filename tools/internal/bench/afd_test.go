@@ -266,9 +266,9 @@ func TestCurves(t *testing.T) {
 	p50 := func(us float64) quantiles { return quantiles{tail: tail{P50: us}} }
 	all := []*afdReport{
 		{Workers: 2, Servers: 1, Floor: "GPU", Trips: []afdTrip{{Form: askFloor, quantiles: p50(1)}, {Form: askFloor, Worker: 1, quantiles: p50(2)}},
-			Steps: []afdStep{{From: fromGo, Form: formPrepared, Compute: 10, RatioP50: 1}, {From: fromGo, Form: formPrepared, Compute: 20, RatioP50: 2}}},
+			Steps: []afdStep{{From: fromGo, Form: formPrepared, Compute: 10, comparison: comparison{RatioP50: 1}}, {From: fromGo, Form: formPrepared, Compute: 20, comparison: comparison{RatioP50: 2}}}},
 		{Workers: 1, Servers: 1, Floor: "GPU", Trips: []afdTrip{{Form: askFloor, quantiles: p50(3)}, {From: fromTorch, Form: formTorch, quantiles: p50(4)}},
-			Steps: []afdStep{{From: fromTorch, Form: formTorch, Compute: 10, RatioP50: 3}}},
+			Steps: []afdStep{{From: fromTorch, Form: formTorch, Compute: 10, comparison: comparison{RatioP50: 3}}}},
 	}
 	curves, names := tripCurves(all)
 	if got, want := fmt.Sprint(curves, names), "[{floor (GPU) [{0 2} {1 3}]} {PyTorch torch [{1 4}]}] [2 x 1 1 x 1]"; got != want {

@@ -91,20 +91,17 @@ func collectiveCommand(common []cli.Flag) *cli.Command {
 
 // collectiveReport is the JSON line of bench collective. Quantiles are in microseconds.
 type collectiveReport struct {
-	Van      string     `json:"van"`
-	Op       string     `json:"op"`
-	Bytes    int        `json:"bytes"`
-	Ranks    int        `json:"ranks"`
-	Iters    int        `json:"iters"`
-	Ours     quantiles  `json:"ours"`
-	Gloo     *quantiles `json:"gloo,omitempty"`
-	NoGloo   string     `json:"no_gloo,omitempty"` // the reason why gloo was not measured
-	Copy     *quantiles `json:"copy,omitempty"`
-	RatioP50 float64    `json:"ratio_p50,omitempty"` // to gloo
-	RatioP99 float64    `json:"ratio_p99,omitempty"`
-	Goal     float64    `json:"goal_ratio_p50,omitempty"`
-	Missed   bool       `json:"missed,omitempty"`
-	Checked  bool       `json:"checked"`
+	Van        string     `json:"van"`
+	Op         string     `json:"op"`
+	Bytes      int        `json:"bytes"`
+	Ranks      int        `json:"ranks"`
+	Iters      int        `json:"iters"`
+	Ours       quantiles  `json:"ours"`
+	Gloo       *quantiles `json:"gloo,omitempty"`
+	NoGloo     string     `json:"no_gloo,omitempty"` // the reason why gloo was not measured
+	Copy       *quantiles `json:"copy,omitempty"`
+	comparison            // with gloo
+	Checked    bool       `json:"checked"`
 
 	RDMA *rdmaReport `json:"rdma,omitempty"`
 }
@@ -209,16 +206,14 @@ func (m *collectiveRun) group(n int, all []exchange) error {
 
 // judge compares a report with the goal of its call.
 func (m *collectiveRun) judge(r *collectiveReport, limit float64) {
-	if m.rdma == nil {
-		r.Goal = limit
-	}
 	switch {
 	case m.rdma != nil && r.Ranks == 2:
 		r.RDMA.judge(r, goal{of: ibWriteLat, limit: limit}, &m.v)
 	case m.rdma != nil:
 	case r.Gloo != nil:
-		r.Missed = m.v.judge(r, goal{of: gloo, limit: limit}, r.RatioP50)
+		r.judge(r, goal{of: gloo, limit: limit}, &m.v)
 	case limit > 0:
+		r.Goal = limit
 		m.v.miss(r, "gloo was not measured: "+r.NoGloo)
 	}
 }
@@ -278,7 +273,7 @@ func (m *collectiveRun) measure(ours, peers processes, n int, e exchange) (*coll
 	r.RDMA.compareTime(r.Ours.P50)
 	if theirs.ns != nil {
 		q := summarize(theirs.slowest())
-		r.Gloo, r.RatioP50, r.RatioP99 = &q, r.Ours.P50/q.P50, r.Ours.P99/q.P99
+		r.Gloo, r.comparison = &q, r.Ours.to(q)
 	}
 	if arrive > 0 {
 		q := summarize(floor)
@@ -312,7 +307,7 @@ func (r *collectiveReport) print(w io.Writer) error {
 	if q := r.Copy; q != nil {
 		copy50 = fmt.Sprintf("%.1f", q.P50)
 	}
-	goal := goalText("", r.Goal, r.Missed)
+	goal := r.text("")
 	if r.NoGloo != "" {
 		goal += " (no gloo: " + r.NoGloo + ")"
 	}

@@ -91,15 +91,20 @@ var goals = map[course]map[payload]goal{
 // goal returns the goal of a payload.
 func (way course) goal(p payload) goal { return goals[way][p] }
 
-// goalText returns a goal, or none, for a table.
-func goalText(none string, limit float64, missed bool) string {
-	if limit > 0 {
-		none = fmt.Sprintf("%g", limit)
+// text returns the goal, or none, for a table.
+func (x *comparison) text(none string) string {
+	if x.Goal > 0 {
+		none = fmt.Sprintf("%g", x.Goal)
 	}
-	if missed {
+	if x.Missed {
 		none += " missed"
 	}
 	return none
+}
+
+// judge compares the ratio of p with a goal.
+func (x *comparison) judge(p fmt.Stringer, g goal, v *verdict) {
+	x.Goal, x.Missed = g.limit, v.judge(p, g, x.RatioP50)
 }
 
 // verdict collects the missed goals for --check.

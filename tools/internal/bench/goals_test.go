@@ -131,7 +131,7 @@ func TestCourses(t *testing.T) {
 		var v verdict
 		rep := newLatencyReport(local, place{}, c.p, 1,
 			[]int64{int64(c.ratio * 1e6)}, []int64{1e6}, nil)
-		rep.judge(course{local, gpu}.goal(c.p), &v)
+		rep.judge(c.p, course{local, gpu}.goal(c.p), &v)
 		err := v.err()
 		if (err != nil) != (c.verdict != "") || err != nil && !strings.Contains(err.Error(), c.verdict) || rep.Missed != (err != nil) {
 			t.Errorf("%v, %g times: %v, missed %t; want %q", c.p, c.ratio, err, rep.Missed, c.verdict)
@@ -142,7 +142,7 @@ func TestCourses(t *testing.T) {
 func TestDeviceReport(t *testing.T) {
 	rep := newLatencyReport(local, place{gpus: []int{1, 1}, both: true}, both(1024), 2, []int64{20000, 30000}, []int64{10000, 12000}, nil)
 	rep.Floor = "GPU"
-	rep.judge(course{local, gpu}.goal(both(1024)), new(verdict))
+	rep.judge(both(1024), course{local, gpu}.goal(both(1024)), new(verdict))
 	var text, line strings.Builder
 	if err := errors.Join(rep.print(&text), json.NewEncoder(&line).Encode(rep)); err != nil {
 		t.Fatal(err)

@@ -152,7 +152,7 @@ func (m *latencyRun) payload(p payload) error {
 	if perf != nil {
 		perf.compare(rep, &m.v)
 	} else {
-		rep.judge(m.way.goal(p), &m.v)
+		rep.judge(p, m.way.goal(p), &m.v)
 	}
 	return show(c, rep)
 }

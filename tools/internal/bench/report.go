@@ -13,19 +13,16 @@ type latencyReport struct {
 	PullBytes int `json:"pull_bytes"`
 	Iters     int `json:"iters"`
 	quantiles
+	comparison                    // with the floor
 	Floor      string             `json:"floor"` // "TCP", "verbs" or "GPU"
 	FloorP50   float64            `json:"floor_p50_us"`
 	FloorP90   float64            `json:"floor_p90_us"`
 	FloorP99   float64            `json:"floor_p99_us"`
 	FloorMax   float64            `json:"floor_max_us"`
-	RatioP50   float64            `json:"ratio_p50"` // ratio to the floor of the same run
-	RatioP99   float64            `json:"ratio_p99"`
 	Bare       *bareReport        `json:"zmq,omitempty"`
-	Load       bool               `json:"load,omitempty"`           // whether every core was kept busy
-	Touch      bool               `json:"touch,omitempty"`          // whether every byte was read and written between rounds
-	Shared     bool               `json:"shared,omitempty"`         // whether the server maps the worker's tensors
-	Goal       float64            `json:"goal_ratio_p50,omitempty"` // maximum of RatioP50
-	Missed     bool               `json:"missed,omitempty"`
+	Load       bool               `json:"load,omitempty"`   // whether every core was kept busy
+	Touch      bool               `json:"touch,omitempty"`  // whether every byte was read and written between rounds
+	Shared     bool               `json:"shared,omitempty"` // whether the server maps the worker's tensors
 	CPU        map[string]float64 `json:"cpu_s"`
 	WorkerPart float64            `json:"worker_measured_cpu_s"`
 	Checked    bool               `json:"checked"`
@@ -43,8 +40,7 @@ type where struct {
 // bareReport is a round trip of libzmq alone, and the ratio of a push_pull to it.
 type bareReport struct {
 	tail
-	RatioP50 float64 `json:"ratio_p50"`
-	RatioP99 float64 `json:"ratio_p99"`
+	comparison
 }
 
 // where describes the place for a report.
@@ -54,19 +50,12 @@ func (p place) where() where { return where{deviceOf(p.gpus), p.gpus, p.both, p.
 func newLatencyReport(van string, at place, p payload, iters int, ns, floorNS, bareNS []int64) *latencyReport {
 	ours, floor := summarize(ns), summarize(floorNS)
 	rep := &latencyReport{Van: van, where: at.where(), PushBytes: p.push, PullBytes: p.pull, Iters: iters,
-		quantiles: ours, FloorP50: floor.P50, FloorP90: floor.P90, FloorP99: floor.P99, FloorMax: floor.Max,
-		RatioP50: ours.P50 / floor.P50, RatioP99: ours.P99 / floor.P99, Checked: true}
+		quantiles: ours, comparison: ours.to(floor), FloorP50: floor.P50, FloorP90: floor.P90, FloorP99: floor.P99, FloorMax: floor.Max, Checked: true}
 	if bareNS != nil {
 		q := summarize(bareNS)
-		rep.Bare = &bareReport{q.tail, ours.P50 / q.P50, ours.P99 / q.P99}
+		rep.Bare = &bareReport{q.tail, ours.to(q)}
 	}
 	return rep
-}
-
-// judge compares the report with a goal that is a ratio to the floor.
-func (r *latencyReport) judge(g goal, v *verdict) {
-	r.Goal = g.limit
-	r.Missed = v.judge(payload{r.PushBytes, r.PullBytes}, g, r.RatioP50)
 }
 
 func (r *latencyReport) print(w io.Writer) error {

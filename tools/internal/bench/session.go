@@ -45,18 +45,16 @@ func sessionCommand(common []cli.Flag) *cli.Command {
 
 // sessionReport is the JSON line of bench session.
 type sessionReport struct {
-	Van      string             `json:"van"`
-	Ranks    int                `json:"ranks"`
-	Calls    int                `json:"calls"`
-	Call     quantiles          `json:"call"`
-	PushPull quantiles          `json:"push_pull"`           // with one server
-	All      quantiles          `json:"push_pull_all_ranks"` // with all
-	RatioP50 float64            `json:"ratio_p50"`           // of a call to a push_pull with one server
-	RatioAll float64            `json:"ratio_p50_all_ranks"`
-	Goal     float64            `json:"goal_ratio_p50,omitempty"`
-	Missed   bool               `json:"missed,omitempty"`
-	CPU      map[string]float64 `json:"cpu_s"`
-	Checked  bool               `json:"checked"`
+	Van        string             `json:"van"`
+	Ranks      int                `json:"ranks"`
+	Calls      int                `json:"calls"`
+	Call       quantiles          `json:"call"`
+	PushPull   quantiles          `json:"push_pull"`           // with one server
+	All        quantiles          `json:"push_pull_all_ranks"` // with all
+	comparison                    // of a call with a push_pull with one server
+	RatioAll   float64            `json:"ratio_p50_all_ranks"`
+	CPU        map[string]float64 `json:"cpu_s"`
+	Checked    bool               `json:"checked"`
 }
 
 // String names the report in a verdict.
@@ -83,10 +81,10 @@ func runSession(c *cli.Context) error {
 	}
 	rep := &sessionReport{Van: c.String("van"), Ranks: n, Calls: iters * rounds, Call: summarize(call.ns[0]), PushPull: summarize(one.ns[0]),
 		All: summarize(all.ns[0]), CPU: cpu, Checked: true}
-	rep.RatioP50, rep.RatioAll = rep.Call.P50/rep.PushPull.P50, rep.Call.P50/rep.All.P50
+	rep.comparison, rep.RatioAll = rep.Call.to(rep.PushPull), rep.Call.P50/rep.All.P50
 	var v verdict
 	if judged {
-		rep.Goal, rep.Missed = callGoal.limit, v.judge(rep, callGoal, rep.RatioP50)
+		rep.judge(rep, callGoal, &v)
 	}
 	if err := show(c, rep); err != nil {
 		return err

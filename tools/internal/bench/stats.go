@@ -38,6 +38,19 @@ func summarize(ns []int64) quantiles {
 	return quantiles{tail{at(0.50), at(0.90), at(0.99), at(1)}, sum / float64(len(ns)) / 1e3}
 }
 
+// comparison is the ratio of times to those of a baseline of the same run, and the goal of the ratio at p50.
+type comparison struct {
+	RatioP50 float64 `json:"ratio_p50,omitempty"`
+	RatioP99 float64 `json:"ratio_p99,omitempty"`
+	Goal     float64 `json:"goal_ratio_p50,omitempty"` // maximum of RatioP50
+	Missed   bool    `json:"missed,omitempty"`
+}
+
+// to compares q with a baseline.
+func (q quantiles) to(base quantiles) comparison {
+	return comparison{RatioP50: q.P50 / base.P50, RatioP99: q.P99 / base.P99}
+}
+
 // timed makes n calls, one after the other, and returns the nanoseconds of each.
 func timed(n int, call func(i int) error) ([]int64, error) {
 	ns := make([]int64, n)

@@ -52,16 +52,13 @@ func windowCommand(common []cli.Flag) *cli.Command {
 
 // windowFigures are the figures of a window in any memory. Quantiles are in microseconds.
 type windowFigures struct {
-	Van      string    `json:"van"`
-	Bytes    int       `json:"bytes"`
-	Iters    int       `json:"iters"`
-	Trip     quantiles `json:"round_trip"`
-	OneWay   quantiles `json:"one_way"`
-	RatioP50 float64   `json:"ratio_p50"` // to the floor
-	RatioP99 float64   `json:"ratio_p99"`
-	Goal     float64   `json:"goal_ratio_p50,omitempty"`
-	Missed   bool      `json:"missed,omitempty"`
-	Checked  bool      `json:"checked"`
+	Van        string    `json:"van"`
+	Bytes      int       `json:"bytes"`
+	Iters      int       `json:"iters"`
+	Trip       quantiles `json:"round_trip"`
+	OneWay     quantiles `json:"one_way"`
+	comparison           // with the floor
+	Checked    bool      `json:"checked"`
 }
 
 // windowReport is the JSON line of bench window. The ratios are those of round trips.
@@ -110,15 +107,14 @@ func runWindow(c *cli.Context) error {
 	return m.v.check(c)
 }
 
-// judge compares with the goal, and adds a missed goal to v.
-func (r *windowReport) judge(v *verdict) {
+// compareGoal compares with the goal, and adds a missed goal to v.
+func (r *windowReport) compareGoal(v *verdict) {
 	limit := windowGoals[r.Van][r.Bytes]
 	if r.RDMA != nil {
 		r.RDMA.judge(r, goal{of: ibWriteLat, limit: limit}, v)
 		return
 	}
-	r.Goal = limit
-	r.Missed = v.judge(r, goal{of: ourFloor, limit: limit}, r.RatioP50)
+	r.judge(r, goal{of: ourFloor, limit: limit}, v)
 }
 
 // windowRun is one run of bench window.
@@ -168,13 +164,13 @@ func (m *windowRun) measure(size int) error {
 	f := windowFigures{Van: over, Bytes: size, Iters: iters, Trip: summarize(trips.ns[0]), OneWay: summarize(trips.ways()), Checked: true}
 	if onGPUs {
 		r := newWindowGPUReport(f, m.at, floor.ns[0], streams.ways(), ahead.ns[0])
-		r.judge(&m.v)
+		r.judge(r, goal{of: ourFloor, limit: windowGPUGoals[size]}, &m.v)
 		return show(m.c, r)
 	}
 	r := &windowReport{windowFigures: f, Floor: summarize(floor.ns[0]), Of: map[string]string{local: "copy and flag", ibverbs: "verbs", zmq: "libzmq"}[over], RDMA: perf}
-	r.RatioP50, r.RatioP99 = r.Trip.P50/r.Floor.P50, r.Trip.P99/r.Floor.P99
+	r.comparison = r.Trip.to(r.Floor)
 	r.RDMA.compareTime(r.OneWay.P50)
-	r.judge(&m.v)
+	r.compareGoal(&m.v)
 	return show(m.c, r)
 }
 
@@ -190,7 +186,7 @@ func (r *row) ways() []int64 {
 func (r *windowReport) print(w io.Writer) error {
 	_, err := fmt.Fprintf(w, "%9d %6d   %9.1f %9.1f %9.1f %9.1f   %9.1f %9.1f   %9.1f %9.1f %6.2f %s (%s)\n", r.Bytes, r.Iters,
 		r.Trip.P50, r.Trip.P90, r.Trip.P99, r.Trip.Max, r.OneWay.P50, r.OneWay.P99, r.Floor.P50, r.Floor.P99,
-		r.RatioP50, goalText("-", r.Goal, r.Missed), r.Of)
+		r.RatioP50, r.text("-"), r.Of)
 	if r.RDMA != nil {
 		r.RDMA.print(w, "one way")
 	}
@@ -228,13 +224,8 @@ func newWindowGPUReport(f windowFigures, at place, floor, streams, ahead []int64
 		floor[i] /= 2
 	}
 	r.Floor = summarize(floor)
-	r.RatioP50, r.RatioP99 = r.OneWay.P50/r.Floor.P50, r.OneWay.P99/r.Floor.P99
+	r.comparison = r.OneWay.to(r.Floor)
 	return r
-}
-
-func (r *windowGPUReport) judge(v *verdict) {
-	r.Goal = windowGPUGoals[r.Bytes]
-	r.Missed = v.judge(r, goal{of: ourFloor, limit: r.Goal}, r.RatioP50)
 }
 
 const windowGPUHead = "two ranks, one GPU each, microseconds, data checked\n   bytes   iters     one way      p99       trip      p99   streams      p99   ahead    floor p50      p99  ratio goal\n"
@@ -242,7 +233,7 @@ const windowGPUHead = "two ranks, one GPU each, microseconds, data checked\n   b
 func (r *windowGPUReport) print(w io.Writer) error {
 	_, err := fmt.Fprintf(w, "%9d %6d   %9.1f %9.1f  %9.1f %9.1f %9.1f %9.1f %7.1f   %9.1f %9.1f %6.2f %s\n", r.Bytes, r.Iters,
 		r.OneWay.P50, r.OneWay.P99, r.Trip.P50, r.Trip.P99, r.Streams.P50, r.Streams.P99, r.Ahead.P50, r.Floor.P50, r.Floor.P99,
-		r.RatioP50, goalText("-", r.Goal, r.Missed))
+		r.RatioP50, r.text("-"))
 	if r.Note != "" {
 		fmt.Fprintln(w, "note:", r.Note)
 	}

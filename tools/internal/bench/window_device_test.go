@@ -110,12 +110,12 @@ func TestWindowGPUReport(t *testing.T) {
 		r    windowGPUReport
 		want string
 	}{
-		{windowGPUReport{windowFigures: windowFigures{Bytes: 917504, RatioP50: 1.2}}, ""},
-		{windowGPUReport{windowFigures: windowFigures{Bytes: 1835008, RatioP50: 1.3}}, "PutSignal of 1835008 bytes of a GPU: 1.30 times the floor, want at most 1.2"},
-		{windowGPUReport{windowFigures: windowFigures{Bytes: 1024, RatioP50: 9}}, ""},
+		{windowGPUReport{windowFigures: windowFigures{Bytes: 917504, comparison: comparison{RatioP50: 1.2}}}, ""},
+		{windowGPUReport{windowFigures: windowFigures{Bytes: 1835008, comparison: comparison{RatioP50: 1.3}}}, "PutSignal of 1835008 bytes of a GPU: 1.30 times the floor, want at most 1.2"},
+		{windowGPUReport{windowFigures: windowFigures{Bytes: 1024, comparison: comparison{RatioP50: 9}}}, ""},
 	} {
 		var v verdict
-		x.r.judge(&v)
+		x.r.judge(&x.r, goal{of: ourFloor, limit: windowGPUGoals[x.r.Bytes]}, &v)
 		if err := v.err(); (err != nil) != (x.want != "") || err != nil && !strings.HasSuffix(err.Error(), x.want) {
 			t.Errorf("%+v: %v, want %q", x.r, err, x.want)
 		}

@@ -62,17 +62,17 @@ func TestWindowGoals(t *testing.T) {
 		r    windowReport
 		want string // of --check; "" is well
 	}{
-		{windowReport{windowFigures: windowFigures{Van: zmq, Bytes: 1 << 10, RatioP50: 3}}, ""},
-		{windowReport{windowFigures: windowFigures{Van: zmq, Bytes: 1 << 10, RatioP50: 3.1}}, "PutSignal of 1024 bytes: 3.10 times the floor, want at most 3"},
-		{windowReport{windowFigures: windowFigures{Van: local, Bytes: 1 << 20, RatioP50: 4.1}}, "PutSignal of 1048576 bytes: 4.10 times the floor, want at most 4"},
-		{windowReport{windowFigures: windowFigures{Van: local, Bytes: 1 << 10, RatioP50: 100}}, ""},
-		{windowReport{windowFigures: windowFigures{Van: ibverbs, Bytes: 1 << 10, RatioP50: 100}, RDMA: beside(10, 30)}, ""},
+		{windowReport{windowFigures: windowFigures{Van: zmq, Bytes: 1 << 10, comparison: comparison{RatioP50: 3}}}, ""},
+		{windowReport{windowFigures: windowFigures{Van: zmq, Bytes: 1 << 10, comparison: comparison{RatioP50: 3.1}}}, "PutSignal of 1024 bytes: 3.10 times the floor, want at most 3"},
+		{windowReport{windowFigures: windowFigures{Van: local, Bytes: 1 << 20, comparison: comparison{RatioP50: 4.1}}}, "PutSignal of 1048576 bytes: 4.10 times the floor, want at most 4"},
+		{windowReport{windowFigures: windowFigures{Van: local, Bytes: 1 << 10, comparison: comparison{RatioP50: 100}}}, ""},
+		{windowReport{windowFigures: windowFigures{Van: ibverbs, Bytes: 1 << 10, comparison: comparison{RatioP50: 100}}, RDMA: beside(10, 30)}, ""},
 		{windowReport{windowFigures: windowFigures{Van: ibverbs, Bytes: 1 << 10}, RDMA: beside(10, 31)}, "PutSignal of 1024 bytes: 3.10 times ib_write_lat, want at most 3"},
 		{windowReport{windowFigures: windowFigures{Van: ibverbs, Bytes: 1 << 20}, RDMA: beside(10, 1e4)}, ""},
 		{windowReport{windowFigures: windowFigures{Van: ibverbs, Bytes: 1 << 10}, RDMA: &rdmaReport{Missing: "no tools"}}, "PutSignal of 1024 bytes: no tools"},
 	} {
 		var v verdict
-		x.r.judge(&v)
+		x.r.compareGoal(&v)
 		err := v.err()
 		if (err != nil) != (x.want != "") || err != nil && !strings.HasSuffix(err.Error(), x.want) {
 			t.Errorf("%+v: %v, want %q", x.r, err, x.want)
@@ -83,7 +83,7 @@ func TestWindowGoals(t *testing.T) {
 	}
 	r := windowReport{windowFigures: windowFigures{Van: ibverbs, Bytes: 1 << 10}, RDMA: beside(10, 31)}
 	var text strings.Builder
-	r.judge(new(verdict))
+	r.compareGoal(new(verdict))
 	if err := r.print(&text); err != nil || !strings.HasSuffix(text.String(), "\nib_write_lat, one way: 10.00 us; one way takes 3.10 times that (goal: at most 3)\n") {
 		t.Errorf("%v:\n%s", err, text.String())
 	}
