@@ -79,7 +79,7 @@ func collectiveCommand(common []cli.Flag) *cli.Command {
 			"tensor (Broadcast from rank 0, AllReduce). Elements are float32; reductions are sums.",
 		Flags: append([]cli.Flag{
 			&cli.StringSliceFlag{Name: "op", Usage: "calls to measure: " + strings.Join(exchangeOps, ", ") + " (default: the calls with goals, and each other call at 1 MiB)"},
-			&cli.IntSliceFlag{Name: "size", Usage: "bytes, with --op (default: 1024, 1048576)"},
+			&cli.IntSliceFlag{Name: "size", Value: cli.NewIntSlice(1<<10, 1<<20), Usage: "bytes, with --op"},
 			&cli.IntSliceFlag{Name: "ranks", Value: cli.NewIntSlice(2, 4), Usage: "numbers of ranks to measure"},
 			&cli.IntFlag{Name: "iters", Usage: "measured calls; 0 chooses by size"},
 			&cli.StringFlag{Name: "python", Value: "python3", Usage: "interpreter with PyTorch"},
@@ -126,15 +126,11 @@ func runCollective(c *cli.Context) error {
 	}
 	if c.IsSet("op") {
 		all = nil
-		sizes := c.IntSlice("size")
-		if len(sizes) == 0 {
-			sizes = []int{1 << 10, 1 << 20}
-		}
 		for _, op := range c.StringSlice("op") {
 			if !slices.Contains(exchangeOps, op) {
 				return exit.Usage("bench collective: --op %s: want %s", op, strings.Join(exchangeOps, ", "))
 			}
-			of := sizes
+			of := c.IntSlice("size")
 			if op == barrier {
 				of = []int{0}
 			}

@@ -27,43 +27,38 @@ type place struct {
 }
 
 // newPlace reads the options. look lists the machine's GPUs.
-func newPlace(c *cli.Context, look func() ([]backend.Info, error)) (place, error) {
-	usage := func(format string, args ...any) (place, error) {
-		return place{}, exit.Usage("bench: "+format, args...)
-	}
+func newPlace(c *cli.Context, look func() ([]backend.Info, error)) (p place, err error) {
 	switch c.String("device") {
 	case cpu:
 		for _, name := range []string{"gpus", "prepared"} {
 			if c.IsSet(name) {
-				return usage("--%s wants --device gpu", name)
+				return place{}, exit.Usage("bench: --%s wants --device gpu", name)
 			}
 		}
-		return place{}, nil
+		return p, nil
 	case gpu:
 	default:
-		return usage("--device %s: want cpu or gpu", c.String("device"))
+		return place{}, exit.Usage("bench: --device %s: want cpu or gpu", c.String("device"))
 	}
 	if v := c.String("van"); v != local && v != zmq {
-		return usage("--device gpu --van %s: want --van local or zmq", v)
+		return place{}, exit.Usage("bench: --device gpu --van %s: want --van local or zmq", v)
 	}
 	if c.String("van") != local && c.Bool("prepared") {
-		return usage("--prepared --van %s: want --van local", c.String("van"))
+		return place{}, exit.Usage("bench: --prepared --van %s: want --van local", c.String("van"))
 	}
-	asked, err := pair(c.String("gpus"))
-	if err != nil {
-		return usage("%v", err)
+	if p.gpus, err = pair(c.String("gpus")); err != nil {
+		return place{}, exit.Usage("bench: %v", err)
 	}
 	have, err := look()
 	if err != nil {
 		return place{}, fmt.Errorf("bench: --device gpu: %w", err)
 	}
-	p := place{gpus: asked, both: c.Bool("prepared")}
-	if p.gpus == nil {
+	if p.both = c.Bool("prepared"); p.gpus == nil {
 		p.gpus = []int{0, min(1, len(have)-1)}
 	}
 	for _, id := range p.gpus {
 		if id >= len(have) {
-			return usage("--gpus %s: this machine has %d (CUDA_VISIBLE_DEVICES)", c.String("gpus"), len(have))
+			return place{}, exit.Usage("bench: --gpus %s: this machine has %d (CUDA_VISIBLE_DEVICES)", c.String("gpus"), len(have))
 		}
 	}
 	return p, nil

@@ -57,16 +57,16 @@ and 143 after SIGINT and SIGTERM; 141 after the reader of the output has ended.`
 // Command returns "stepaf launch". self is the path of this program, for the built-in scheduler. raw is the whole command
 // line, in which the double dash is found.
 func Command(self string, raw []string) *cli.Command {
+	s := &Spec{}
 	return &cli.Command{
 		Name:            "launch",
 		Usage:           "start a cluster, or this machine's part of it",
 		ArgsUsage:       "-- COMMAND [ARGUMENT...]",
 		Description:     description,
 		HideHelpCommand: true,
-		Flags:           flags(),
+		Flags:           flags(s),
 		Action: func(c *cli.Context) error {
-			s, err := spec(c, self, raw)
-			if err != nil {
+			if err := s.read(c, self, raw); err != nil {
 				return err
 			}
 			plan, err := Resolve(*s, os.Environ(), Detect(os.LookupEnv, runtime.NumCPU()))
@@ -96,54 +96,45 @@ const (
 	scripted = "For scripts"
 )
 
-func flags() []cli.Flag {
+func flags(s *Spec) []cli.Flag {
 	return []cli.Flag{
-		&cli.IntFlag{Name: "workers", Aliases: []string{"n"}, Category: shape, DefaultText: "DMLC_NUM_WORKER, else 1", Usage: "worker groups in the cluster"},
-		&cli.IntFlag{Name: "servers", Aliases: []string{"s"}, Category: shape, DefaultText: "DMLC_NUM_SERVER, else 1", Usage: "server groups in the cluster"},
+		&cli.IntFlag{Name: "workers", Destination: &s.Workers, Aliases: []string{"n"}, Category: shape, DefaultText: "DMLC_NUM_WORKER, else 1", Usage: "worker groups in the cluster"},
+		&cli.IntFlag{Name: "servers", Destination: &s.Servers, Aliases: []string{"s"}, Category: shape, DefaultText: "DMLC_NUM_SERVER, else 1", Usage: "server groups in the cluster"},
 		&cli.StringFlag{Name: "group-size", Aliases: []string{"g"}, Category: shape, Usage: "processes in each group, or auto: one for each GPU, at most 8; 2 without GPUs", DefaultText: "DMLC_GROUP_SIZE, else 1"},
-		&cli.StringFlag{Name: "role", Category: shape, Value: Joint, Usage: "what to start: joint (everything), server (and scheduler), server-slave, worker, or scheduler"},
-		&cli.IntFlag{Name: "node-rank", Category: shape, Value: -1, DefaultText: "DMLC_NODE_RANK, else 0", Usage: "rank of the group; not with --role joint"},
+		&cli.StringFlag{Name: "role", Destination: &s.Part, Category: shape, Value: Joint, Usage: "what to start: joint (everything), server (and scheduler), server-slave, worker, or scheduler"},
+		&cli.IntFlag{Name: "node-rank", Destination: &s.NodeRank, Category: shape, Value: -1, DefaultText: "DMLC_NODE_RANK, else 0", Usage: "rank of the group; not with --role joint"},
 		&cli.StringFlag{Name: "gpus", Category: shape, Usage: "`LIST` of devices for the processes of a group, as in 0,2 (0,1,...)"},
 
-		&cli.StringFlag{Name: "host", Category: network, Usage: "scheduler's address (DMLC_PS_ROOT_URI, else this machine's)"},
-		&cli.IntFlag{Name: "port", Aliases: []string{"p"}, Category: network, DefaultText: "DMLC_PS_ROOT_PORT, else any free one", Usage: "scheduler's port"},
-		&cli.StringFlag{Name: "interface", Category: network, Usage: "network interface whose address the processes use (DMLC_NODE_HOST; else loopback, or the one with the route to the scheduler if the cluster has several machines)"},
+		&cli.StringFlag{Name: "host", Destination: &s.Host, Category: network, Usage: "scheduler's address (DMLC_PS_ROOT_URI, else this machine's)"},
+		&cli.IntFlag{Name: "port", Destination: &s.Port, Aliases: []string{"p"}, Category: network, DefaultText: "DMLC_PS_ROOT_PORT, else any free one", Usage: "scheduler's port"},
+		&cli.StringFlag{Name: "interface", Destination: &s.Interface, Category: network, Usage: "network interface whose address the processes use (DMLC_NODE_HOST; else loopback, or the one with the route to the scheduler if the cluster has several machines)"},
 
-		&cli.BoolFlag{Name: "no-secret", Category: network, Usage: "create no secret for a cluster with --role joint"},
+		&cli.BoolFlag{Name: "no-secret", Destination: &s.NoSecret, Category: network, Usage: "create no secret for a cluster with --role joint"},
 
 		&cli.StringFlag{Name: "worker-command", Category: programs, Usage: "`COMMAND` of the workers, with arguments, quoted as in a shell"},
 		&cli.StringFlag{Name: "server-command", Category: programs, Usage: "`COMMAND` of the servers"},
 		&cli.BoolFlag{Name: "fserver", Category: programs, Usage: "COMMAND uses fserver of the C++ library, with init() and stop(): the scheduler takes part in the barrier of stop(), and STEPAF_FOREIGN is set to 1 unless it is set already"},
 		&cli.StringFlag{Name: "scheduler-command", Category: programs, Usage: "`COMMAND` of the scheduler (stepaf scheduler)"},
 
-		&cli.DurationFlag{Name: "timeout", Category: ending, DefaultText: "none", Usage: "end the cluster after this time"},
-		&cli.DurationFlag{Name: "grace", Category: ending, Value: 10 * time.Second, Usage: "time for servers and scheduler to end after the last worker"},
-		&cli.DurationFlag{Name: "kill-after", Category: ending, Value: 5 * time.Second, Usage: "time from SIGTERM to SIGKILL"},
+		&cli.DurationFlag{Name: "timeout", Destination: &s.Timeout, Category: ending, DefaultText: "none", Usage: "end the cluster after this time"},
+		&cli.DurationFlag{Name: "grace", Destination: &s.Grace, Category: ending, Value: 10 * time.Second, Usage: "time for servers and scheduler to end after the last worker"},
+		&cli.DurationFlag{Name: "kill-after", Destination: &s.KillAfter, Category: ending, Value: 5 * time.Second, Usage: "time from SIGTERM to SIGKILL"},
 		&cli.StringFlag{Name: "fail-on", Category: ending, Usage: "a process that prints a line matching `REGEXP` has failed"},
 
 		&cli.StringSliceFlag{Name: "default", Category: scripted, Usage: "`[ROLE:]NAME=VALUE` to set for the processes (of that role) unless the environment sets it"},
-		&cli.StringFlag{Name: "default-van", Category: scripted, Usage: "transport if DMLC_ENABLE_RDMA is unset: auto (ibverbs if there is a device, else zmq), zmq, or ibverbs"},
-		&cli.StringFlag{Name: "default-backend", Category: scripted, Usage: "backend if STEPMESH_BAKCEND is unset: auto (GPU if there is one, else CPU), CPU, or GPU"},
-		&cli.IntFlag{Name: "default-port", Category: scripted, DefaultText: "any", Usage: "port if none is set; with --role joint the next free one from here"},
-		&cli.StringFlag{Name: "prefer-interface", Category: scripted, Usage: "like --interface, but it need not exist"},
-		&cli.StringFlag{Name: "banner", Category: scripted, Usage: "first line to print; {host} and {port} are the scheduler's"},
+		&cli.StringFlag{Name: "default-van", Destination: &s.DefaultVan, Category: scripted, Usage: "transport if DMLC_ENABLE_RDMA is unset: auto (ibverbs if there is a device, else zmq), zmq, or ibverbs"},
+		&cli.StringFlag{Name: "default-backend", Destination: &s.DefaultBackend, Category: scripted, Usage: "backend if STEPMESH_BAKCEND is unset: auto (GPU if there is one, else CPU), CPU, or GPU"},
+		&cli.IntFlag{Name: "default-port", Destination: &s.DefaultPort, Category: scripted, DefaultText: "any", Usage: "port if none is set; with --role joint the next free one from here"},
+		&cli.StringFlag{Name: "prefer-interface", Destination: &s.Prefer, Category: scripted, Usage: "like --interface, but it need not exist"},
+		&cli.StringFlag{Name: "banner", Destination: &s.Banner, Category: scripted, Usage: "first line to print; {host} and {port} are the scheduler's"},
 		&cli.StringSliceFlag{Name: "note", Category: scripted, Usage: "line for standard error, after the banner"},
 	}
 }
 
-// spec reads the command line.
-func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
-	s := &Spec{
-		Part: c.String("role"), Workers: c.Int("workers"), Servers: c.Int("servers"), NodeRank: c.Int("node-rank"),
-		Host: c.String("host"), Port: c.Int("port"), DefaultPort: c.Int("default-port"),
-		Interface: c.String("interface"), Prefer: c.String("prefer-interface"),
-		DefaultVan: c.String("default-van"), DefaultBackend: c.String("default-backend"),
-		Command:          c.Args().Slice(),
-		SchedulerCommand: []string{self, "scheduler"},
-		NoSecret:         c.Bool("no-secret"),
-		Banner:           c.String("banner"), Notes: c.StringSlice("note"),
-		Timeout: c.Duration("timeout"), Grace: c.Duration("grace"), KillAfter: c.Duration("kill-after"),
-	}
+// read reads the command line, besides the options whose destination is a field.
+func (s *Spec) read(c *cli.Context, self string, raw []string) error {
+	s.Command, s.Notes = c.Args().Slice(), c.StringSlice("note")
+	s.SchedulerCommand = []string{self, "scheduler"}
 	if s.local() { // only if there are other machines, the scheduler logs its address for them, and the missing nodes
 		s.SchedulerCommand = append(s.SchedulerCommand, "--quiet")
 	}
@@ -151,10 +142,10 @@ func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
 		s.SchedulerCommand = append(s.SchedulerCommand, "--fserver")
 	}
 	if !slices.Contains(parts, s.Part) {
-		return nil, exit.Usage("--role %s: want one of %s", s.Part, strings.Join(parts, ", "))
+		return exit.Usage("--role %s: want one of %s", s.Part, strings.Join(parts, ", "))
 	}
 	if n := len(s.Command); n > 0 && (len(raw) <= n || raw[len(raw)-n-1] != "--") {
-		return nil, exit.Usage("%q is not an option: write -- before the command, as in: stepaf launch -n 1 -s 1 -- %s", s.Command[0], strings.Join(s.Command, " "))
+		return exit.Usage("%q is not an option: write -- before the command, as in: stepaf launch -n 1 -s 1 -- %s", s.Command[0], strings.Join(s.Command, " "))
 	}
 	for _, f := range []struct {
 		name  string
@@ -162,15 +153,15 @@ func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
 		least int
 	}{{"workers", s.Workers, 1}, {"servers", s.Servers, 1}, {"port", s.Port, 1}, {"node-rank", s.NodeRank, 0}} {
 		if c.IsSet(f.name) && f.value < f.least {
-			return nil, exit.Usage("--%s %d: want at least %d", f.name, f.value, f.least)
+			return exit.Usage("--%s %d: want at least %d", f.name, f.value, f.least)
 		}
 	}
 	var err error
 	if s.GroupSize, err = groupSize(c.String("group-size")); err != nil {
-		return nil, err
+		return err
 	}
 	if s.GPUs, err = numbers(c.String("gpus")); err != nil {
-		return nil, exit.Usage("--gpus %s: %w", c.String("gpus"), err)
+		return exit.Usage("--gpus %s: %w", c.String("gpus"), err)
 	}
 	if s.GPUs != nil && s.GroupSize == 0 {
 		s.GroupSize = len(s.GPUs)
@@ -184,25 +175,25 @@ func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
 			continue
 		}
 		if *f.argv, err = Words(text); err != nil {
-			return nil, exit.Usage("--%s: %w", f.name, err)
+			return exit.Usage("--%s: %w", f.name, err)
 		}
 	}
 	if text := c.String("fail-on"); text != "" {
 		if s.FailOn, err = regexp.Compile(text); err != nil {
-			return nil, exit.Usage("--fail-on: %w", err)
+			return exit.Usage("--fail-on: %w", err)
 		}
 	}
 	for _, text := range c.StringSlice("default") {
 		d, err := ParseDefault(text)
 		if err != nil {
-			return nil, err
+			return err
 		}
 		s.Defaults = append(s.Defaults, d)
 	}
 	if c.Bool("fserver") {
 		s.Defaults = append(s.Defaults, Default{Name: foreign, Value: "1"})
 	}
-	return s, nil
+	return nil
 }
 
 func groupSize(text string) (int, error) {

@@ -341,11 +341,10 @@ func TestDetectAddresses(t *testing.T) {
 func TestShareSaysWhereItsSchedulerIs(t *testing.T) {
 	for part, quiet := range map[string]bool{"joint": true, "server": false, "scheduler": false} {
 		var argv []string
-		app := &cli.App{Flags: flags(), Action: func(c *cli.Context) error {
-			s, err := spec(c, "stepaf", os.Args)
-			if err == nil {
-				argv = s.SchedulerCommand
-			}
+		s := &Spec{}
+		app := &cli.App{Flags: flags(s), Action: func(c *cli.Context) error {
+			err := s.read(c, "stepaf", os.Args)
+			argv = s.SchedulerCommand
 			return err
 		}}
 		if err := app.Run([]string{"launch", "--role", part}); err != nil {
