@@ -56,12 +56,9 @@ func lockingPackage(pcs []uintptr) string {
 	for frames, more := runtime.CallersFrames(pcs), true; more; {
 		var f runtime.Frame
 		f, more = frames.Next()
-		dir, name := "", f.Function
-		if i := strings.LastIndexByte(name, '/'); i >= 0 {
-			dir, name = name[:i+1], name[i+1:]
-		}
-		name, _, _ = strings.Cut(name, ".")
-		if pkg := dir + name; pkg != "sync" && pkg != "internal/sync" {
+		dir := strings.LastIndexByte(f.Function, '/') + 1
+		name, _, _ := strings.Cut(f.Function[dir:], ".")
+		if pkg := f.Function[:dir] + name; pkg != "sync" && pkg != "internal/sync" {
 			return pkg
 		}
 	}

@@ -56,10 +56,8 @@ func newPlace(c *cli.Context, look func() ([]backend.Info, error)) (p place, err
 	if p.both = c.Bool("prepared"); p.gpus == nil {
 		p.gpus = []int{0, min(1, len(have)-1)}
 	}
-	for _, id := range p.gpus {
-		if id >= len(have) {
-			return place{}, exit.Usage("bench: --gpus %s: this machine has %d (CUDA_VISIBLE_DEVICES)", c.String("gpus"), len(have))
-		}
+	if slices.Max(p.gpus) >= len(have) {
+		return place{}, exit.Usage("bench: --gpus %s: this machine has %d (CUDA_VISIBLE_DEVICES)", c.String("gpus"), len(have))
 	}
 	return p, nil
 }

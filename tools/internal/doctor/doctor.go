@@ -66,11 +66,11 @@ func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 	x := &exam{subject: s, rdma: rdmaExam{subject: s}, gpu: gpuExam{subject: s}}
 	x.cfg, x.cfgErr = env.LoadFrom(m.Env)
 	x.needRDMA = x.cfg.VanType == ibverbs
-	r := Report{Van: x.cfg.VanType}
+	r := Report{Van: x.cfg.VanType, Healthy: true}
 	add := func(f Finding) {
 		f.Status = cmp.Or(f.Status, OK)
 		f.Text = strings.ReplaceAll(strings.TrimSpace(f.Text), "\n", "; ") // from joined errors
-		r.Findings = append(r.Findings, f)
+		r.add(f)
 		each(f)
 	}
 	all := x.checks()
@@ -93,7 +93,6 @@ func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 			of(Finding{Status: c.unknown, Text: "does not end: " + reason(ctx), Remedy: "see dmesg; a driver or device may hang"})
 		}
 	}
-	r.count()
 	if err := context.Cause(ctx); err != nil && !errors.Is(err, context.DeadlineExceeded) {
 		return r, err
 	}

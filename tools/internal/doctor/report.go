@@ -37,15 +37,12 @@ type Report struct {
 	Findings []Finding `json:"findings"`
 }
 
-func (r *Report) count() {
-	r.Failed, r.Warnings = 0, 0
-	for _, f := range r.Findings {
-		switch f.Status {
-		case Fail:
-			r.Failed++
-		case Warn:
-			r.Warnings++
-		}
+func (r *Report) add(f Finding) {
+	switch r.Findings = append(r.Findings, f); f.Status {
+	case Fail:
+		r.Failed++
+	case Warn:
+		r.Warnings++
 	}
 	r.Healthy = r.Failed == 0
 }

@@ -11,6 +11,7 @@ import (
 	"strconv"
 	"strings"
 	"time"
+	"unicode"
 
 	"github.com/stepaf/stepaf-go/internal/hostaddr"
 	"github.com/stepaf/stepaf-go/van"
@@ -70,13 +71,8 @@ func countGPUs(lookup func(string) (string, bool)) int {
 	devices, _ := filepath.Glob("/dev/nvidia[0-9]*") // the only error is a wrong pattern
 	n := len(devices)
 	if v, ok := lookup("CUDA_VISIBLE_DEVICES"); ok {
-		visible := 0
-		for f := range strings.SplitSeq(v, ",") {
-			if f = strings.TrimSpace(f); f != "" && f != "-1" {
-				visible++
-			}
-		}
-		n = min(n, visible)
+		visible := strings.FieldsFunc(v, func(r rune) bool { return r == ',' || unicode.IsSpace(r) })
+		n = min(n, len(slices.DeleteFunc(visible, func(id string) bool { return id == "-1" })))
 	}
 	return n
 }

@@ -421,16 +421,12 @@ func clash(children []Child, cores int) string {
 		if c.Role == "server" {
 			offsets[2] = env.CoreResponder
 		}
-		var used []int
 		for _, o := range offsets {
-			used = append(used, cfg.Core(o))
-		}
-		slices.Sort(used)
-		for _, core := range slices.Compact(used) {
+			core := cfg.Core(o)
 			if core >= cores {
 				return fmt.Sprintf("%s would need core %d of %d", c.Name(), core, cores)
 			}
-			if other := owner[core]; other != "" {
+			if other := owner[core]; other != "" && other != c.Name() {
 				return fmt.Sprintf("%s and %s would share core %d", other, c.Name(), core)
 			}
 			owner[core] = c.Name()
