@@ -82,17 +82,6 @@ func (g *group) start(name string, command, environ []string, stderr io.Writer) 
 	return err
 }
 
-// startCluster starts a scheduler, servers and workers. Each gets spec.
-func (g *group) startCluster(c *cli.Context, host string, at place, servers, workers int, spec ...any) (processes, error) {
-	child, err := childCommand(spec...)
-	if err != nil {
-		return nil, err
-	}
-	return g.startNodes(c, host, servers, workers, func(role string, rank int) (command, variables []string) {
-		return child, at.of(rank).env(role)
-	})
-}
-
 // childCommand returns the command of a child that gets spec.
 func childCommand(spec ...any) ([]string, error) {
 	self, err := os.Executable()
@@ -401,14 +390,20 @@ func withProcesses(ctx context.Context, f func(g *group) error) (map[string]floa
 	return cpu, nil
 }
 
-// runCluster starts a scheduler, servers and workers, calls f with them, and ends them. It returns the CPU seconds of each. With floor,
+// runCluster starts a scheduler, servers and workers, which get spec, calls f with them, and ends them. It returns the CPU seconds of each. With floor,
 // the servers print the addresses of floors, and the workers get them before f is called.
-func runCluster(c *cli.Context, host string, at place, servers, workers int, floor bool, f func(servers, workers processes) error,
+func runCluster(c *cli.Context, host string, at place, servers, workers int, floor bool, f func(g *group, servers, workers processes) error,
 	spec ...any) (map[string]float64, error) {
 	ctx, cancel := limited(c)
 	defer cancel()
 	cpu, err := withProcesses(ctx, func(g *group) error {
-		cl, err := g.startCluster(c, host, at, servers, workers, spec...)
+		child, err := childCommand(spec...)
+		if err != nil {
+			return err
+		}
+		cl, err := g.startNodes(c, host, servers, workers, func(role string, rank int) (command, variables []string) {
+			return child, at.of(rank).env(role)
+		})
 		if err != nil {
 			return err
 		}
@@ -418,7 +413,7 @@ func runCluster(c *cli.Context, host string, at place, servers, workers int, flo
 				return err
 			}
 		}
-		return f(of[:servers], of[servers:])
+		return f(g, of[:servers], of[servers:])
 	})
 	if err != nil {
 		err = fmt.Errorf("bench %s: %w", c.Command.Name, err)

@@ -161,7 +161,7 @@ func runCollective(c *cli.Context) error {
 	}
 	for _, n := range c.IntSlice("ranks") {
 		if err := m.group(n, all); err != nil {
-			return fmt.Errorf("bench collective: %d ranks: %w", n, err)
+			return err
 		}
 	}
 	return m.v.check(c)
@@ -169,13 +169,7 @@ func runCollective(c *cli.Context) error {
 
 // group measures with n ranks.
 func (m *collectiveRun) group(n int, all []exchange) error {
-	ctx, cancel := limited(m.c)
-	defer cancel()
-	_, err := withProcesses(ctx, func(g *group) error {
-		ours, err := g.startCluster(m.c, m.host, place{}, 1, n, "collective")
-		if err != nil {
-			return err
-		}
+	_, err := runCluster(m.c, m.host, place{}, 1, n, false, func(g *group, _, ours processes) error {
 		var peers processes
 		var noGloo string
 		if m.rdma == nil {
@@ -185,9 +179,9 @@ func (m *collectiveRun) group(n int, all []exchange) error {
 			collectiveHead(m.c.App.Writer, m.c.String("van"), n)
 		}
 		for _, e := range all {
-			r, err := m.measure(ours.last(n), peers, n, e)
+			r, err := m.measure(ours, peers, n, e)
 			if err != nil {
-				return fmt.Errorf("%s: %w", e, err)
+				return fmt.Errorf("%d ranks: %s: %w", n, e, err)
 			}
 			r.NoGloo = cmp.Or(r.NoGloo, noGloo)
 			m.judge(r, exchangeGoals[m.c.String("van")][e])
@@ -196,7 +190,7 @@ func (m *collectiveRun) group(n int, all []exchange) error {
 			}
 		}
 		return nil
-	})
+	}, "collective")
 	return err
 }
 

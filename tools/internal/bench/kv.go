@@ -63,7 +63,7 @@ func runKV(c *cli.Context) error {
 	}
 	batches := (s.keys + s.batch - 1) / s.batch
 	var base, push, pull *row
-	cpu, err := runCluster(c, host, place{}, 1, 1, true, func(_, workers processes) error {
+	cpu, err := runCluster(c, host, place{}, 1, 1, true, func(_ *group, _, workers processes) error {
 		base, push, pull = workers.row(askFloor, "-", 0), workers.row(askPush, "-", 0), workers.row(askPull, "-", 0)
 		return inTurns(slices.Repeat([]int{batches}, s.rounds+1), nil, base, push, pull, workers.row(askCheck, "-", 0))
 	}, "kv", s.keys, s.values, s.batch, s.flight)

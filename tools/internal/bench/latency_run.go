@@ -167,7 +167,7 @@ func (m *latencyRun) measure(p payload, iters int, blocks []int) (rep *latencyRe
 	if m.at.both {
 		form = formHosts
 	}
-	cpu, err := runCluster(m.c, m.host, m.at, 1, 1, true, func(servers, workers processes) error {
+	cpu, err := runCluster(m.c, m.host, m.at, 1, 1, true, func(_ *group, servers, workers processes) error {
 		ends := workers
 		if onGPUs { // servers take part in exchanges
 			ends = slices.Concat(workers, servers)

@@ -72,7 +72,7 @@ func runSession(c *cli.Context) error {
 		return exit.Usage("bench session: --check wants --van local and 4 ranks: there is a goal for that")
 	}
 	var call, one, all *row
-	cpu, err := runCluster(c, c.String("host"), place{}, n, 1, false, func(_, workers processes) error {
+	cpu, err := runCluster(c, c.String("host"), place{}, n, 1, false, func(_ *group, _, workers processes) error {
 		call, one, all = workers.row(askCall, "-", 0), workers.row(askOne, "-", 0), workers.row(askAll, "-", 0)
 		return inTurns(slices.Repeat([]int{iters}, rounds+1), nil, call, one, all)
 	}, "session")

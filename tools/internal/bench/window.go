@@ -142,7 +142,7 @@ func (m *windowRun) measure(size int) error {
 		return err
 	}
 	var floor, trips, streams, ahead *row
-	if _, err := runCluster(m.c, m.host, m.at, 1, 2, true, func(_, workers processes) error {
+	if _, err := runCluster(m.c, m.host, m.at, 1, 2, true, func(_ *group, _, workers processes) error {
 		base := askFloor
 		if over == zmq && !onGPUs {
 			base = askBare
