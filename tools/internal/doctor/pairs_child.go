@@ -90,7 +90,7 @@ func servePairs(ctx context.Context, in io.Reader, out io.Writer, open func(int)
 	say := json.NewEncoder(out)
 	p, closed := openReceiver(req.To, req.Bytes, open)
 	if closed == nil {
-		defer func() { err = errors.Join(err, p.b.Close()) }()
+		defer func() { err = errors.Join(err, p.Close()) }()
 	}
 	for _, s := range req.Sources {
 		r, err := pairResult{}, closed
@@ -110,14 +110,14 @@ func servePairs(ctx context.Context, in io.Reader, out io.Writer, open func(int)
 
 // sharer are the abilities of a backend that a pair needs.
 type sharer interface {
+	backend.Backend
 	backend.AsyncCopier
 	backend.Exporter
 }
 
 // receiver is the importing end of a pair. Close of its backend frees everything.
 type receiver struct {
-	b      backend.Backend
-	share  sharer
+	sharer
 	dst    backend.Mem
 	host   []byte
 	stream uintptr
@@ -129,26 +129,24 @@ func openReceiver(id, n int, open func(int) (backend.Backend, error)) (*receiver
 	if err != nil {
 		return nil, err
 	}
-	p := &receiver{b: b, host: make([]byte, n)}
-	if err := p.prepare(); err != nil {
+	p := &receiver{host: make([]byte, n)}
+	var ok bool
+	if p.sharer, ok = b.(sharer); !ok {
+		err = fmt.Errorf("backend %s: %w: it imports no memory", b.Name(), backend.ErrUnsupported)
+	}
+	if err == nil {
+		p.dst, err = b.Alloc(n)
+	}
+	if err == nil {
+		p.stream, err = p.NewStream()
+	}
+	if err == nil {
+		p.copied, err = b.NewEvent()
+	}
+	if err != nil {
 		return nil, errors.Join(err, b.Close())
 	}
 	return p, nil
-}
-
-func (p *receiver) prepare() (err error) {
-	var ok bool
-	if p.share, ok = p.b.(sharer); !ok {
-		return fmt.Errorf("backend %s: %w: it imports no memory", p.b.Name(), backend.ErrUnsupported)
-	}
-	if p.dst, err = p.b.Alloc(len(p.host)); err != nil {
-		return err
-	}
-	if p.stream, err = p.share.NewStream(); err != nil {
-		return err
-	}
-	p.copied, err = p.b.NewEvent()
-	return err
 }
 
 // errWrongBytes is wrapped if a copy differs from its source.
@@ -160,16 +158,16 @@ func (p *receiver) try(ctx context.Context, s pairSource) (r pairResult, err err
 	if e.Offset < 0 || e.Size < n || e.Offset > e.Size-n {
 		return r, fmt.Errorf("an export of %d bytes from %d on: want %d", e.Size, e.Offset, n)
 	}
-	all, err := p.share.Import(e)
+	all, err := p.Import(e)
 	if err != nil {
 		return r, err
 	}
-	defer func() { err = errors.Join(err, p.share.CloseImport(all)) }()
+	defer func() { err = errors.Join(err, p.CloseImport(all)) }()
 	src := all.Sub(e.Offset, n)
 	if _, err := p.median(ctx, src, 1); err != nil { // the first copy maps the memory
 		return r, err
 	}
-	if err := p.b.Copy(backend.Bytes(p.host), p.dst); err != nil {
+	if err := p.Copy(backend.Bytes(p.host), p.dst); err != nil {
 		return r, err
 	}
 	if at := differs(p.host, s.Seed); at >= 0 {
@@ -198,7 +196,7 @@ func (p *receiver) median(ctx context.Context, src backend.Mem, n int) (time.Dur
 	took := make([]time.Duration, n)
 	for i := range took {
 		start := time.Now()
-		if err := p.share.CopyAsync(p.dst.Sub(0, src.Len()), src, p.stream); err != nil {
+		if err := p.CopyAsync(p.dst.Sub(0, src.Len()), src, p.stream); err != nil {
 			return 0, err
 		}
 		if err := p.copied.Record(p.stream); err != nil {

@@ -131,23 +131,13 @@ func (m *Machine) list() string {
 	return cmp.Or(strings.Join(l, ", "), "none with an IPv4 address")
 }
 
-// noGPU returns the reason why no GPU can be used, or "".
-func (m *Machine) noGPU() string {
+// lacking returns the reason why a device cannot be used, or "".
+func lacking(have bool, device string, built bool, support string) string {
 	switch {
-	case m.GPUs == 0:
-		return "no CUDA device"
-	case !m.GPUBuild:
-		return "no GPU support in this build"
-	}
-	return ""
-}
-
-func (m *Machine) noRDMA() string {
-	switch {
-	case !m.RDMA:
-		return "no RDMA device"
-	case !m.RDMABuild:
-		return "no RDMA transport in this build"
+	case !have:
+		return "no " + device
+	case !built:
+		return "no " + support + " in this build"
 	}
 	return ""
 }

@@ -86,7 +86,7 @@ func (p *planner) has(name string) bool {
 // backend chooses the backend.
 func (p *planner) backend() error {
 	choice, explicit := p.Spec.DefaultBackend, p.has("STEPMESH_BAKCEND")
-	why := p.m.noGPU()
+	why := lacking(p.m.GPUs > 0, "CUDA device", p.m.GPUBuild, "GPU support")
 	switch {
 	case explicit && p.cfg.Backend == "GPU" && p.m.GPUs == 0:
 		return exit.Usage("STEPMESH_BAKCEND=GPU, but this machine has %s: set STEPMESH_BAKCEND=CPU, or unset it", why)
@@ -109,7 +109,7 @@ func (p *planner) backend() error {
 func (p *planner) van() error {
 	p.chosen = p.cfg.VanType
 	choice, explicit := p.Spec.DefaultVan, p.has("DMLC_ENABLE_RDMA") || p.has("DMLC_PS_VAN_TYPE")
-	why := p.m.noRDMA()
+	why := lacking(p.m.RDMA, "RDMA device", p.m.RDMABuild, "RDMA transport")
 	switch {
 	case explicit && p.cfg.VanType == "ibverbs" && why != "":
 		return exit.Usage("DMLC_ENABLE_RDMA=ibverbs, but there is %s: set DMLC_ENABLE_RDMA=zmq on all nodes", why)
