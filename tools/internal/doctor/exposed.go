@@ -18,12 +18,6 @@ import (
 
 const makeSecret = `"stepaf secret FILE" creates a secret; set STEPAF_SECRET_FILE to it on all nodes`
 
-// ofSecret reports whether err is about the secret, which has its own check.
-func ofSecret(err error) bool {
-	e, ok := errors.AsType[*env.Error](err)
-	return ok && (e.Name == "STEPAF_SECRET" || e.Name == "STEPAF_SECRET_FILE" || e.Name == "STEPAF_AUTH" && e.Why != "")
-}
-
 // secret returns the finding about the protection in force and the source of the secret. The finding shows nothing of the secret.
 func (x *exam) secret(context.Context) []Finding {
 	c := x.cfg
