@@ -111,12 +111,7 @@ func (r *collectiveReport) String() string {
 }
 
 // collectiveRun is one run of bench collective.
-type collectiveRun struct {
-	c    *cli.Context
-	rdma *rdmaRun // nil unless over RDMA
-	host string   // of the processes
-	v    verdict
-}
+type collectiveRun struct{ run }
 
 func runCollective(c *cli.Context) error {
 	over := c.String("van")
@@ -154,11 +149,11 @@ func runCollective(c *cli.Context) error {
 	if c.Int("iters") < 0 || c.Int("rounds") < 1 {
 		return exit.Usage("bench collective: --iters %d, --rounds %d: want 0 iters, which are chosen by size, or more, and rounds above 0", c.Int("iters"), c.Int("rounds"))
 	}
-	m := &collectiveRun{c: c}
-	var err error
-	if m.rdma, m.host, err = rdmaOf(c); err != nil {
+	common, err := newRun(c)
+	if err != nil {
 		return err
 	}
+	m := &collectiveRun{common}
 	for _, n := range c.IntSlice("ranks") {
 		if err := m.group(n, all); err != nil {
 			return err

@@ -53,17 +53,17 @@ func runKV(c *cli.Context) error {
 		return exit.Usage("bench kv: --keys %d, --values %d, --batch %d, --flight %d, --rounds %d: want positive numbers, and a request of at most 1 GiB", s.keys, s.values, s.batch, s.flight, s.rounds)
 	}
 	s.batch = min(s.batch, s.keys)
-	rdma, host, err := rdmaOf(c)
+	r, err := newRun(c)
 	if err != nil {
 		return err
 	}
 	floor := "TCP"
-	if rdma != nil {
+	if r.rdma != nil {
 		floor = "verbs"
 	}
 	batches := (s.keys + s.batch - 1) / s.batch
 	var base, push, pull *row
-	cpu, err := runCluster(c, host, place{}, 1, 1, true, func(_ *group, _, workers processes) error {
+	cpu, err := runCluster(c, r.host, place{}, 1, 1, true, func(_ *group, _, workers processes) error {
 		base, push, pull = workers.row(askFloor, "-", 0), workers.row(askPush, "-", 0), workers.row(askPull, "-", 0)
 		return inTurns(slices.Repeat([]int{batches}, s.rounds+1), nil, base, push, pull, workers.row(askCheck, "-", 0))
 	}, "kv", s.keys, s.values, s.batch, s.flight)

@@ -58,12 +58,9 @@ const maxCores = 1024
 
 // latencyRun is one call of bench latency.
 type latencyRun struct {
-	c    *cli.Context
-	way  course
-	at   place
-	rdma *rdmaRun // nil unless over RDMA
-	host string   // of the processes
-	v    verdict
+	run
+	way course
+	at  place
 }
 
 func runLatency(c *cli.Context) error {
@@ -77,7 +74,7 @@ func runLatency(c *cli.Context) error {
 	if c.Bool("shared") && (at.gpus != nil || c.String("van") != local || c.Bool("touch")) {
 		return exit.Usage("bench: --shared wants --van local and --device cpu, without --touch")
 	}
-	m := &latencyRun{c: c, at: at, way: at.course(c.String("van"))}
+	m := &latencyRun{at: at, way: at.course(c.String("van"))}
 	all := courses[m.way]
 	if all == nil || c.IsSet("push") || c.IsSet("pull") {
 		all = []payload{{c.Int("push"), c.Int("pull")}}
@@ -87,7 +84,7 @@ func runLatency(c *cli.Context) error {
 			return err
 		}
 	}
-	if m.rdma, m.host, err = rdmaOf(c); err != nil {
+	if m.run, err = newRun(c); err != nil {
 		return err
 	}
 	for i, p := range all {

@@ -18,15 +18,22 @@ import (
 // rdmaRun adds the comparison with perftest to a benchmark over RDMA.
 type rdmaRun struct{ at choose.Result }
 
-// rdmaOf returns the run of --van ibverbs, or nil for other vans, and the host of the processes.
-func rdmaOf(c *cli.Context) (r *rdmaRun, host string, err error) {
-	if c.String("van") != ibverbs {
-		return nil, c.String("host"), nil
+// run is one run of a benchmark with processes.
+type run struct {
+	c    *cli.Context
+	rdma *rdmaRun // nil unless over RDMA
+	host string   // of the processes
+	v    verdict
+}
+
+func newRun(c *cli.Context) (r run, err error) {
+	r = run{c: c, host: c.String("host")}
+	if c.String("van") == ibverbs {
+		if r.rdma, err = newRDMARun(c.Context, r.host); err == nil {
+			r.host = r.rdma.at.Host.String()
+		}
 	}
-	if r, err = newRDMARun(c.Context, c.String("host")); err != nil {
-		return nil, "", err
-	}
-	return r, r.at.Host.String(), nil
+	return r, err
 }
 
 // newRDMARun chooses the port: the port of host, or without host as a node does.

@@ -88,11 +88,11 @@ func runWindow(c *cli.Context) error {
 	if at.gpus != nil && !c.IsSet("size") {
 		sizes = windowGPUSizes
 	}
-	rdma, host, err := rdmaOf(c)
+	common, err := newRun(c)
 	if err != nil {
 		return err
 	}
-	m := windowRun{c, at, rdma, host, verdict{}}
+	m := windowRun{common, at}
 	if !c.Bool("json") && at.gpus != nil {
 		fmt.Fprint(c.App.Writer, windowGPUHead)
 	} else if !c.Bool("json") {
@@ -119,11 +119,8 @@ func (r *windowReport) compareGoal(v *verdict) {
 
 // windowRun is one run of bench window.
 type windowRun struct {
-	c    *cli.Context
-	at   place
-	rdma *rdmaRun // nil unless over RDMA
-	host string   // of the processes
-	v    verdict
+	run
+	at place
 }
 
 // measure measures one size, in blocks, and prints the report.

@@ -17,15 +17,14 @@ func (x *exam) limits(context.Context) []Finding {
 		return []Finding{{Status: Warn, Text: err.Error(), Remedy: "see ulimit -Hn"}}
 	}
 	f := Finding{Data: map[string]any{"open_files": hard}}
-	if x.cfg.NumWorkers == 0 || x.cfg.NumServers == 0 {
-		if found := judge("node", limits.Threads(x.cfg, x.m.Limits)); len(found) > 0 {
-			return found
-		}
-		f.Text = fmt.Sprintf("%d open files, enough for %d peers over zmq", hard, hard/limits.FilesPerPeer)
-		return []Finding{f}
-	}
+	f.Text = fmt.Sprintf("%d open files: enough for a node of this cluster", hard)
 	var found []Finding
-	for _, role := range x.roles(true) {
+	roles := x.roles(true)
+	if x.cfg.NumWorkers == 0 || x.cfg.NumServers == 0 {
+		f.Text = fmt.Sprintf("%d open files, enough for %d peers over zmq", hard, hard/limits.FilesPerPeer)
+		found, roles = judge("node", limits.Threads(x.cfg, x.m.Limits)), nil
+	}
+	for _, role := range roles {
 		needs, err := limits.Of(x.cfg, role, x.m.Limits)
 		if err != nil {
 			return append(found, Finding{Status: Warn, Text: err.Error(), Remedy: "see ulimit -a"})
@@ -36,8 +35,7 @@ func (x *exam) limits(context.Context) []Finding {
 		found = append(found, judge(role, needs)...)
 	}
 	if len(found) == 0 {
-		f.Text = fmt.Sprintf("%d open files: enough for a node of this cluster", hard)
-		found = []Finding{f}
+		return []Finding{f}
 	}
 	return found
 }
