@@ -16,22 +16,19 @@
 
 static PyObject *tensor_class, *s_view;
 
-// Returns one tensor of a batch. Work queued on a GPU may still read it; the library waits for that work. For a GPU the
-// GIL is released: the driver may block until other threads of Python have gone on.
+// Returns one tensor of a batch. Work queued on a GPU may still read it; the library waits for that work.
 static void release(const sf_tensor *t, uint64_t lease) {
-  if (sf_forked) return;
-  if (t->device_type != SF_GPU || !Py_IsInitialized()) {
-    sf_release(lease, SF_COMPLETE);
-    return;
-  }
   uint64_t stream = SF_COMPLETE;
-  PyGILState_STATE g = PyGILState_Ensure(); // PyTorch may call without the GIL
-  PyObject *type, *value, *trace;
-  PyErr_Fetch(&type, &value, &trace); // keeps an exception that is being raised
-  if (tensor_stream(t->device_id, &stream) < 0) PyErr_Clear();
-  Py_BEGIN_ALLOW_THREADS sf_release(lease, stream);
-  Py_END_ALLOW_THREADS PyErr_Restore(type, value, trace);
-  PyGILState_Release(g);
+  if (sf_forked) return;
+  if (t->device_type == SF_GPU && Py_IsInitialized()) { // PyTorch may call without the GIL
+    PyGILState_STATE g = PyGILState_Ensure();
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace); // keeps an exception that is being raised
+    if (tensor_stream(t->device_id, &stream) < 0) PyErr_Clear();
+    PyErr_Restore(type, value, trace);
+    PyGILState_Release(g);
+  }
+  sf_release(lease, stream);
 }
 
 // Tensor is the class of tensors from Go if torch was not imported or lacks the type.
