@@ -218,6 +218,7 @@ func (r *reading) SendNow(err error) {
 		b.unref()
 		return
 	}
+	b.s.inbound.Leave(&b.accepted)
 	b.s.node.Log().Warn("memory of received tensors cannot be reused", "worker", b.s.node.PeerName(b.instance), "err", err)
 }
 

@@ -13,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/af/streams"
 	"github.com/stepaf/stepaf-go/tests/hooks"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
+	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -219,6 +220,7 @@ func TestCloseBehindABlockedDriver(t *testing.T) {
 				t.Error("it waits for the driver")
 			}
 			unblock()
+			vantest.Eventually(t, 20*time.Second, "the exchange has ended", p.x.Settled)
 		})
 	}
 }

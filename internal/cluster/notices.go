@@ -12,6 +12,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -63,7 +64,7 @@ func (s *notices) send(id, app int, w Canceled) {
 
 func (s *notices) sendRefusal(id int, ts int32, body []byte) {
 	if err := s.sendNotice(id, body); err != nil {
-		s.self.log.Info("could not notify a worker that its request is refused", "worker", s.self.peerName(id), "handler", ts, "err", err)
+		s.self.rarely("not refused: "+logx.Kind(err)).Info("could not notify a worker that its request is refused", "worker", s.self.peerName(id), "handler", ts, "err", err)
 	}
 }
 

@@ -365,6 +365,8 @@ func (s *pendingMessages) setProcess(id int, incarnation uint32, replaced bool) 
 			}
 			if q.member = of == incarnation; q.member {
 				s.bytes -= q.bytes
+			} else { // nothing takes messages from it now
+				s.apps.overfull.set(&q.over, false)
 			}
 		}
 	}

@@ -217,7 +217,7 @@ func (a *apps) count(msg *van.Message, sign int) {
 	of.messages += sign
 	of.bytes += sign * weight(msg)
 	if sign < 0 {
-		a.overfull.set(&of.over, of.over && of.messages > 0 && (of.bytes >= a.self.cfg.RecvBudgetPeer || of.messages >= maxQueuedRequests))
+		a.overfull.set(&of.over, of.over && of.messages > 0 && (a.self.cfg.RecvBudgetPeer > 0 && of.bytes >= a.self.cfg.RecvBudgetPeer || of.messages >= maxQueuedRequests))
 		a.changed.Broadcast()
 	}
 	if a.usage[msg.Sender] = of; of.messages == 0 {

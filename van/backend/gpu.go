@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"sync"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
@@ -15,6 +16,7 @@ import (
 // gpu is the backend of one CUDA device, made of parts that own their data. All of it goes
 // through the driver interface and is tested without a GPU.
 type gpu struct {
+	closing sync.Mutex // held by Close
 	gpuContext
 	waiter waiter
 	flags  flagPool
@@ -162,8 +164,11 @@ func (g *gpu) Describe() (info Info, free int64, err error) {
 	return info, free, err
 }
 
-// closeLimit is how long Close waits for calls of the driver, and then for streams.
-const closeLimit = time.Second
+// callLimit and closeLimit are how long Close waits for calls of the driver, and then for streams.
+const (
+	callLimit  = 5 * time.Second
+	closeLimit = time.Second
+)
 
 // Close releases the device. It waits up to closeLimit for flags that streams have yet to
 // write; flags that are still to be written then are not freed, and the error says so.
@@ -171,12 +176,14 @@ const closeLimit = time.Second
 // If streams may wait for the CPU and do not end within closeLimit, nothing is freed: the
 // driver would wait for them, perhaps forever. The error wraps ErrInUse and says how much
 // stays allocated until the process ends. If a call of the driver does not return within
-// closeLimit, the error wraps ErrInUse, too, and the backend stays open.
+// callLimit, the error wraps ErrInUse, too, and the backend stays open.
 func (g *gpu) Close() error {
+	g.closing.Lock()
+	defer g.closing.Unlock()
 	// Not Lock: while it waits, it also blocks the calls that would end that wait.
-	for end := time.Now().Add(closeLimit); !g.life.TryLock(); clock.Sleep(time.Millisecond) {
+	for end := time.Now().Add(callLimit); !g.life.TryLock(); clock.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
-			return g.invalid("Close: %w: a call of the driver has not ended after %s; nothing is freed", ErrInUse, closeLimit)
+			return g.invalid("Close: %w: a call of the driver has not ended after %s; nothing is freed", ErrInUse, callLimit)
 		}
 	}
 	was := g.closed

@@ -177,7 +177,7 @@ func TestCloseWhileTheDriverBlocks(t *testing.T) {
 				t.Errorf("another call: %v", err)
 			}
 		case err := <-closed:
-			wantError(t, err, ErrInUse, "gpu:0: Close", "not ended after 1s")
+			wantError(t, err, ErrInUse, "gpu:0: Close", "not ended after 5s")
 		case <-limit:
 			t.Fatal("a call, or Close, waits for a call that the driver does not end")
 		}

@@ -117,7 +117,6 @@ type hostMem struct {
 	addr   uintptr // of ptr, for the device
 	caller any     // the owner of registered memory
 	pages  []byte  // of AllocPinned; otherwise nil
-	unmap  runtime.Cleanup
 	held   atomic.Int32
 }
 
@@ -154,7 +153,6 @@ func (a *hostMemory) AllocPinned(n int) (Mem, error) {
 			return err
 		}
 		h.ptr = unsafe.Pointer(&h.pages[0])
-		h.unmap = runtime.AddCleanup(h, func(b []byte) { _ = unix.Munmap(b) }, h.pages)
 		return a.keep(h)
 	})
 	if err != nil {
@@ -249,7 +247,6 @@ func (a *hostMemory) free(h *hostMem) error {
 	if h.pages == nil {
 		return a.d.hostUnregister(h.ptr)
 	}
-	h.unmap.Stop()
 	return unpin(a.d, h.pages)
 }
 
@@ -285,7 +282,11 @@ func (a *hostMemory) held() (bytes int) {
 // close unpins what is left. Pages of AllocPinned stay mapped while there is a Mem of them. The context is current.
 func (a *hostMemory) close(note func(op string, err error)) {
 	for _, h := range a.hosts {
-		note("Close: free host memory", a.d.hostUnregister(h.ptr))
+		err := a.d.hostUnregister(h.ptr)
+		note("Close: free host memory", err)
+		if err == nil && h.pages != nil {
+			runtime.AddCleanup(h, func(b []byte) { _ = unix.Munmap(b) }, h.pages)
+		}
 	}
 	a.hosts = nil
 }

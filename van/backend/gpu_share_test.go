@@ -2,12 +2,11 @@ package backend
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"runtime"
+	"strings"
 	"testing"
-	"unsafe"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 )
@@ -54,7 +53,10 @@ func TestPinnedMemoryOutlivesItsBackend(t *testing.T) {
 		t.Fatal(err)
 	}
 	m.Host()[99] = 7
-	at := uintptr(m.Addr())
+	at := m.Addr()
+	if !mapped(t, at) {
+		t.Fatalf("nothing is mapped at %#x", at)
+	}
 	if err := g.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -66,19 +68,25 @@ func TestPinnedMemoryOutlivesItsBackend(t *testing.T) {
 	}
 	runtime.KeepAlive(m.owner)
 	m = Mem{}
-	for n := 0; mapped(at); n++ {
+	for n := 0; mapped(t, at); n++ {
 		if runtime.GC(); n == 1000 {
 			t.Fatal("the memory is still mapped")
 		}
 	}
 }
 
-// mapped reports whether the page at addr is mapped.
-func mapped(addr uintptr) bool {
-	page := uintptr(os.Getpagesize())
-	var in [1]byte
-	_, _, errno := unix.Syscall(unix.SYS_MINCORE, addr&^(page-1), page, uintptr(unsafe.Pointer(&in)))
-	return errno == 0
+// mapped reports whether shared memory without a file is mapped at addr.
+func mapped(t *testing.T, addr uint64) bool {
+	maps, err := os.ReadFile("/proc/self/maps")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(maps)) {
+		if strings.HasPrefix(line, fmt.Sprintf("%x-", addr)) {
+			return strings.Contains(line, "/dev/zero")
+		}
+	}
+	return false
 }
 
 type counter struct{ n int }
