@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
-	"sync"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
@@ -16,7 +15,6 @@ import (
 // gpu is the backend of one CUDA device, made of parts that own their data. All of it goes
 // through the driver interface and is tested without a GPU.
 type gpu struct {
-	closing sync.Mutex // held by Close
 	gpuContext
 	waiter waiter
 	flags  flagPool
@@ -178,16 +176,16 @@ const (
 // stays allocated until the process ends. If a call of the driver does not return within
 // callLimit, the error wraps ErrInUse, too, and the backend stays open.
 func (g *gpu) Close() error {
-	g.closing.Lock()
-	defer g.closing.Unlock()
+	g.life.closing.Lock()
+	defer g.life.closing.Unlock()
 	// Not Lock: while it waits, it also blocks the calls that would end that wait.
 	for end := time.Now().Add(callLimit); !g.life.TryLock(); clock.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
 			return g.invalid("Close: %w: a call of the driver has not ended after %s; nothing is freed", ErrInUse, callLimit)
 		}
 	}
-	was := g.closed
-	g.closed = true
+	was := g.life.closed
+	g.life.closed = true
 	g.life.Unlock() // no use of the driver is under way, and none begins
 	if was {
 		return nil

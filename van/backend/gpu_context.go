@@ -23,8 +23,14 @@ type gpuContext struct {
 	info     Info
 	blocking *atomic.Bool // streams may wait for the CPU; shared by all backends of the device
 
-	life   sync.RWMutex // held for reading by every use of the driver
-	closed bool
+	life life
+}
+
+// life is the state of a backend. Every use of the driver holds it for reading.
+type life struct {
+	sync.RWMutex
+	closed  bool
+	closing sync.Mutex // held by Close
 }
 
 func (c *gpuContext) Device() Device { return Device{Type: GPU, ID: int32(c.id)} }
@@ -41,7 +47,7 @@ func (c *gpuContext) with(op string, f func() error) error { return c.failed(op,
 func (c *gpuContext) enter(f func() error) error {
 	c.life.RLock()
 	defer c.life.RUnlock()
-	if c.closed {
+	if c.life.closed {
 		return ErrClosed
 	}
 	return c.inContext(f)
@@ -51,7 +57,7 @@ func (c *gpuContext) enter(f func() error) error {
 func (c *gpuContext) live(f func() error) error {
 	c.life.RLock()
 	defer c.life.RUnlock()
-	if c.closed {
+	if c.life.closed {
 		return ErrClosed
 	}
 	return f()

@@ -35,7 +35,7 @@ func (s *events) NewEvent() (Event, error) {
 	if s.c.info.StreamFlags && !s.driverEvents.Load() {
 		s.c.life.RLock()
 		defer s.c.life.RUnlock()
-		if s.c.closed {
+		if s.c.life.closed {
 			return nil, s.c.invalid("NewEvent: %w", ErrClosed)
 		}
 		return &flagEvent{gpuEvent: gpuEvent{of: s}}, nil
@@ -163,7 +163,7 @@ func (e *flagEvent) Query() (bool, error) {
 	}
 	e.of.c.life.RLock() // Close frees the word
 	defer e.of.c.life.RUnlock()
-	if e.of.c.closed {
+	if e.of.c.life.closed {
 		return false, e.of.c.invalid("Query: %w", ErrClosed)
 	}
 	e.pending = !e.f.arrived()
@@ -183,7 +183,7 @@ func (e *flagEvent) Close() error {
 	e.closed = true
 	e.of.c.life.RLock()
 	defer e.of.c.life.RUnlock()
-	if e.f != nil && !e.of.c.closed {
+	if e.f != nil && !e.of.c.life.closed {
 		e.of.flags.put(e.f)
 		e.f = nil
 	}

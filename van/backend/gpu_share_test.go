@@ -44,7 +44,7 @@ func TestPinned(t *testing.T) {
 	}
 }
 
-// TestPinnedMemoryOutlivesItsBackend: what was got before Close can be read after it, and is unmapped with its last Mem.
+// TestPinnedMemoryOutlivesItsBackend: memory that was allocated before Close can be read afterwards. It is unmapped with its last Mem.
 func TestPinnedMemoryOutlivesItsBackend(t *testing.T) {
 	f := newFake(1)
 	g := open(t, f)
