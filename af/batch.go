@@ -199,7 +199,7 @@ func (b Batch) Release(opts ...StreamOption) {
 	}
 	event, err := b.w.s.late.RecordEvent(uintptr(stream))
 	switch {
-	case err != nil, event == nil && !b.w.s.late.Busy(): // the second: the work is done
+	case err != nil, event == nil && !b.w.s.late.Busy(): // without an event the stream has done its work
 		(*reading)(b.w).SendNow(err)
 	case !b.w.s.late.Add((*reading)(b.w), event):
 		b.w.unref() // the node has left; its device's memory is freed after that work
@@ -211,7 +211,8 @@ type reading batchState
 
 func (*reading) Canceled() bool { return false }
 
-// SendNow drops the reference, unless err leaves open whether the device still reads the memory.
+// SendNow drops the reference. If err leaves open whether the device still reads the memory, the batch leaves the server but keeps its
+// memory.
 func (r *reading) SendNow(err error) {
 	b := (*batchState)(r)
 	if err == nil || errors.Is(err, backend.ErrDeviceLost) || errors.Is(err, van.ErrClosed) || errors.Is(err, backend.ErrClosed) {
@@ -219,7 +220,7 @@ func (r *reading) SendNow(err error) {
 		return
 	}
 	b.s.inbound.Leave(&b.accepted)
-	b.s.node.Log().Warn("memory of received tensors cannot be reused", "worker", b.s.node.PeerName(b.instance), "err", err)
+	b.s.node.Log().Warn("received tensors stay allocated: the device did not report whether work still reads them", "worker", b.s.node.PeerName(b.instance), "err", err)
 }
 
 // unref drops one reference; after the last one the state is reused.

@@ -99,8 +99,8 @@ func (e *Ends) Close() error {
 	return nil
 }
 
-// end is stop, and waits until the exchanges have ended. The device may be closed afterwards, unless goroutines are
-// still blocked in its driver.
+// end calls stop, and waits up to 2 s until the exchanges have ended. The device may be closed afterwards, unless goroutines
+// are still blocked in its driver.
 func (e *Ends) end(err error) {
 	e.stop(err)
 	done := make(chan struct{})

@@ -70,7 +70,8 @@ type host struct {
 	wait    waiting // of the current Receive
 }
 
-// hostCopies are the copies of a peer's data. Those of several peers run at the same time.
+// hostCopies are the copies of a peer's data. Those of several peers run at the same time. The first also has the copies of this end's
+// private tensors; copyFrom records the event behind both.
 type hostCopies struct {
 	stream uintptr
 	event  backend.Event
@@ -174,14 +175,16 @@ func (w *exchangeMemory) sendByHost(h *host, stream af.Stream, n uint32) error {
 func (w *exchangeMemory) copyFrom(h *host, i int) error {
 	l, c := &w.peers[i], &h.copies[i]
 	last := len(l.to) - 1
+	c.queued = c.queued || last >= 0
 	for k, m := range l.to {
-		if c.queued = true; k == last {
+		if k == last {
 			return w.m.dev.CopyRecord(m, l.from[k], c.stream, c.event)
-		} else if err := w.m.dev.CopyAsync(m, l.from[k], c.stream); err != nil {
+		}
+		if err := w.m.dev.CopyAsync(m, l.from[k], c.stream); err != nil {
 			return err
 		}
 	}
-	if c.queued { // by sendByHost
+	if c.queued { // sendByHost has queued copies without an event
 		return c.event.Record(c.stream)
 	}
 	return nil

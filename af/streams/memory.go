@@ -279,7 +279,8 @@ func (w *exchangeMemory) receive(s uintptr) error {
 	}
 	if w.copies == nil {
 		for i := range w.peers {
-			for k, l := 0, &w.peers[i]; k < len(l.to); k++ {
+			l := &w.peers[i]
+			for k := range l.to {
 				w.copies = append(w.copies, backend.GatedCopy{Dst: l.to[k], Src: l.from[k], Gate: l.gate.Mem})
 			}
 		}

@@ -134,15 +134,15 @@ func (n *Notify) Block(stream uintptr) error {
 	return nil
 }
 
-// wait makes stream wait until the flag reaches counter. It refuses a stream that is being captured: only the first
-// replay of the graph would wait.
+// wait makes stream wait until the flag reaches counter. It refuses a stream that is being captured: later
+// replays of the graph would not wait.
 func (n *Notify) wait(stream uintptr, counter uint32) error {
 	captured, err := n.device.Capturing(stream)
 	if err != nil {
 		return err
 	}
 	if captured {
-		return fmt.Errorf("%w: the stream is being captured, and replays of the graph would not wait", backend.ErrUnsupported)
+		return fmt.Errorf("%w: the stream is being captured, and later replays of the graph would not wait", backend.ErrUnsupported)
 	}
 	return n.device.WaitFlag(stream, n.word, counter)
 }

@@ -20,15 +20,15 @@ type overfull struct{ queues atomic.Int32 }
 
 func (o *overfull) any() bool { return o.queues.Load() > 0 }
 
-// set changes the mark of a queue, which tells whether the queue is counted.
-func (o *overfull) set(mark *bool, over bool) {
+// set counts a queue, or no longer. counted tells whether it is counted; the queue's lock guards it.
+func (o *overfull) set(counted *bool, over bool) {
 	switch {
-	case over && !*mark:
+	case over && !*counted:
 		o.queues.Add(1)
-	case *mark && !over:
+	case *counted && !over:
 		o.queues.Add(-1)
 	}
-	*mark = over
+	*counted = over
 }
 
 // backlogs has, by sender, the messages that arrived before their customer was made, the requests of deliverOnBacklog, and later
@@ -56,7 +56,7 @@ func (s *backlogs) init(self *nodeInfo, over *overfull, refuse func(*van.Message
 	s.changed.L = &s.mu
 }
 
-// fill stores the messages that were queued for the customer, and returns the senders. It is called first.
+// fill stores the messages that were queued for the customer, and returns the senders. It is called before enqueue.
 func (s *backlogs) fill(kept []queuedRequest) (senders []int) {
 	if len(kept) == 0 {
 		return nil
@@ -93,7 +93,9 @@ func (s *backlogs) enqueue(msg *van.Message) bool {
 		case b == nil:
 			return false
 		case limit <= 0 || b.bytes < limit || msg.InPoll || failpoint.On("recv-budget"):
-			s.overfull.set(&b.over, b.over || limit > 0 && b.bytes >= limit)
+			if limit > 0 && b.bytes >= limit {
+				s.overfull.set(&b.over, true)
+			}
 			b.queue = append(b.queue, msg.Retain())
 			b.bytes += weight(msg)
 			return true

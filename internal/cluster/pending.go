@@ -363,9 +363,10 @@ func (s *pendingMessages) setProcess(id int, incarnation uint32, replaced bool) 
 			if q.member {
 				s.bytes += q.bytes
 			}
-			if q.member = of == incarnation; q.member {
+			q.member = of == incarnation
+			if q.member {
 				s.bytes -= q.bytes
-			} else { // nothing takes messages from it now
+			} else { // messages of a replaced process are not delivered, and must not stop Polls
 				s.apps.overfull.set(&q.over, false)
 			}
 		}

@@ -183,7 +183,7 @@ func (a *apps) whyNever(msg *van.Message) string {
 		}
 	}
 	if limit := a.self.cfg.StrangerBudget; limit > 0 && strangers+size > limit {
-		return fmt.Sprintf("this one has %d bytes, and %d are queued already (STEPAF_STRANGER_BUDGET=%d)", size, strangers, limit)
+		return fmt.Sprintf("this one has %d bytes, and %d of processes that are not members are queued already (STEPAF_STRANGER_BUDGET=%d)", size, strangers, limit)
 	}
 	return a.whyFull(msg)
 }

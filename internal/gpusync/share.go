@@ -31,7 +31,7 @@ func NewToken() (t Token) {
 
 // Map maps n bytes of device memory that another process has exported, and checks its token. owner names the process
 // in the error, for example "the peer's". After an error nothing stays mapped, unless streams of the device may wait:
-// the driver would wait for them.
+// unmapping would block until they end.
 func Map(d backend.StreamDevice, e backend.Export, n int, t Token, owner string) (backend.Mem, error) {
 	m, all, err := van.MapExport(d, e, n)
 	if err == nil {

@@ -196,15 +196,15 @@ func (s *registrations) present() (nodes []van.Node) {
 // maxLostRegistrations bounds the number of registrations whose connection is broken.
 const maxLostRegistrations = 256
 
-// lost no longer counts a registered node whose connection broke, and removes a queued one. It drops the oldest of more than
-// maxLostRegistrations that do not count. A node whose registration was removed has to register again.
+// lost handles a broken connection. A queued registration is removed. A registered node is no longer counted; of more than
+// maxLostRegistrations such nodes the oldest is removed. A removed node has to register again.
 func (s *registrations) lost(temp int, cause error) {
 	s.queued = slices.DeleteFunc(s.queued, func(j *registration) bool {
 		if j.temp != temp {
 			return false
 		}
 		s.disconnect(j)
-		s.out.emit(Warning{Text: fmt.Sprintf("%s disconnected while another node had its place: %s", describe(&j.node), cause)})
+		s.out.emit(Warning{Text: fmt.Sprintf("%s disconnected while it was queued for the rank of another node: %s", describe(&j.node), cause)})
 		return true
 	})
 	for _, j := range s.list {

@@ -178,7 +178,7 @@ const (
 func (g *gpu) Close() error {
 	g.life.closing.Lock()
 	defer g.life.closing.Unlock()
-	// Not Lock: while it waits, it also blocks the calls that would end that wait.
+	// A Lock that waits would block new readers, and one of these may be the call that lets the driver return.
 	for end := time.Now().Add(callLimit); !g.life.TryLock(); clock.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
 			return g.invalid("Close: %w: a call of the driver has not ended after %s; nothing is freed", ErrInUse, callLimit)

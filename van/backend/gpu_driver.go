@@ -85,7 +85,7 @@ type streamDriver interface {
 	launchCopies(f, s uintptr, g grid, c kernelCopies) error
 }
 
-// grid is the threads of a kernel: blocks for each copy.
+// grid is the grid of the kernel that copies: so many blocks of threads for each copy.
 type grid struct{ blocks, copies, threads int }
 
 // kernelCopies are the argument of the kernel that copies.

@@ -161,8 +161,8 @@ func (a *hostMemory) AllocPinned(n int) (Mem, error) {
 	return At(h.ptr, n, Host, h), nil
 }
 
-// pinNew maps n bytes of host memory and pins them. The memory is not the driver's, so it can outlive the backend. It is shared,
-// since a fork would give this process other pages than the device's when it writes to private ones.
+// pinNew maps n bytes of host memory and pins them. The memory is not the driver's, so it can outlive the backend. It is shared:
+// after a fork, a write to a private page would give this process another page than the device's.
 func pinNew(d memoryDriver, n int) ([]byte, error) {
 	b, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_ANONYMOUS|unix.MAP_POPULATE)
 	if err != nil {
@@ -175,7 +175,7 @@ func pinNew(d memoryDriver, n int) ([]byte, error) {
 	return b, nil
 }
 
-// unpin ends a pinNew. Memory that the driver does not give back stays mapped.
+// unpin undoes pinNew. Memory that the driver does not give back stays mapped.
 func unpin(d memoryDriver, b []byte) error {
 	if err := d.hostUnregister(unsafe.Pointer(&b[0])); err != nil {
 		return err

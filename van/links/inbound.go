@@ -223,7 +223,7 @@ func (t *inbounds[D, L, I]) Marked(m *van.Message) bool {
 	return true
 }
 
-// AwaitLonger makes in wait for its marks for another MarkTime.
+// AwaitLonger restarts the limit of a link that still waits for its marks.
 func (t *inbounds[D, L, I]) AwaitLonger(in I) {
 	t.Mu.Lock()
 	defer t.Mu.Unlock()

@@ -10,8 +10,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// MarkTime is the longest time that a link waits for its marks, unless AwaitLonger is called. It covers the time of the receiver's
-// application for the messages before them.
+// MarkTime is the longest time that a link waits for its marks, unless AwaitLonger is called. It includes the time that
+// handlers of earlier messages take.
 const MarkTime = time.Minute
 
 // change moves the data to peer id from inner to the link that mark names. install installs the link. A Send over inner to that peer holds

@@ -19,7 +19,7 @@ type outPeer = links.Node[outData, *outLink]
 type outData struct {
 	token
 	tries  int          // attempts to replace a broken link
-	inside atomic.Int32 // data messages of the van inside with which the receiver is called now
+	inside atomic.Int32 // data messages of the inner transport with which the receiver is called now
 }
 
 // Close implements links.Link.

@@ -281,7 +281,9 @@ func runAFD(c *cli.Context) error {
 		r.noPython = r.lacks(ctx, "torch", "fserver_lib")
 	}
 	if c.Bool("csv") {
-		fmt.Fprintln(c.App.Writer, afdColumns)
+		if _, err := fmt.Fprintln(c.App.Writer, afdColumns); err != nil {
+			return err
+		}
 	}
 	var all []*afdReport
 	for _, n := range r.workers {
@@ -292,7 +294,9 @@ func runAFD(c *cli.Context) error {
 			}
 			all = append(all, rep)
 			if c.Bool("csv") {
-				rep.csv(c.App.Writer)
+				if err := rep.csv(c.App.Writer); err != nil {
+					return err
+				}
 			} else if err := show(c, rep); err != nil {
 				return err
 			}
@@ -485,7 +489,8 @@ const afdColumns = "van,workers,servers,push_bytes,pull_bytes,layers,micro_batch
 	"p50_us,p90_us,p99_us,max_us,mean_us,base_p50_us,base_p99_us,ratio_p50,ratio_p99"
 
 // csv prints the report as rows with the columns afdColumns. No cell needs quotes.
-func (r *afdReport) csv(w io.Writer) {
+func (r *afdReport) csv(w io.Writer) error {
+	var b strings.Builder
 	shape := fmt.Sprintf("%s,%d,%d,%d,%d", r.Van, r.Workers, r.Servers, r.PushBytes, r.PullBytes)
 	times := func(q quantiles) string {
 		return fmt.Sprintf("%.3f,%.3f,%.3f,%.3f,%.3f", q.P50, q.P90, q.P99, q.Max, q.Mean)
@@ -496,10 +501,12 @@ func (r *afdReport) csv(w io.Writer) {
 			floor := r.Trips[x.Worker]
 			base = fmt.Sprintf("%.3f,%.3f,%.3f,%.3f", floor.P50, floor.P99, x.RatioP50, x.RatioP99)
 		}
-		fmt.Fprintf(w, "%s,,,round trip,%s,%s,%d,,%d,%s,%s\n", shape, x.From, x.Form, x.Worker, x.Count, times(x.quantiles), base)
+		fmt.Fprintf(&b, "%s,,,round trip,%s,%s,%d,,%d,%s,%s\n", shape, x.From, x.Form, x.Worker, x.Count, times(x.quantiles), base)
 	}
 	for _, x := range r.Steps {
-		fmt.Fprintf(w, "%s,%d,%d,step,%s,%s,,%.3f,%d,%s,%.3f,%.3f,%.3f,%.3f\n", shape, r.Layers, r.MicroBatches, x.From, x.Form, x.Compute, x.Count,
+		fmt.Fprintf(&b, "%s,%d,%d,step,%s,%s,,%.3f,%d,%s,%.3f,%.3f,%.3f,%.3f\n", shape, r.Layers, r.MicroBatches, x.From, x.Form, x.Compute, x.Count,
 			times(x.quantiles), x.Alone.P50, x.Alone.P99, x.RatioP50, x.RatioP99)
 	}
+	_, err := io.WriteString(w, b.String())
+	return err
 }

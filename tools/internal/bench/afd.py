@@ -213,7 +213,7 @@ class End:
     def __init__(self, place, groups):
         self.place, self.groups, self.computation, self.made = place, groups, Computation(place), {}
         self.wrong = place.zeros(1, dtype=torch.bool)
-        self.whole = False  # the graphs of computations are not used: a graph has the whole decode step
+        self.whole = False  # True: one graph has the whole decode step, and compute() queues kernels
 
     def exchange(self, form, steps, i, out, into):
         """The exchange i of a form. out and into are lists of a tensor for each peer."""
@@ -251,7 +251,7 @@ class End:
         self.wrong.copy_(wrong)
 
     def compute(self, m, amount, full, start=None):
-        """The computation of a micro-batch. A part of it, full = False, is also done without a received tensor of this end."""
+        """The computation of a micro-batch. full=False leaves out the check of this end's receive buffers."""
         graph = None if self.whole else self.place.graphs.get(("compute", m, amount, full))
         if graph:
             graph.replay()
@@ -455,7 +455,7 @@ class Server(End):
                 self.place.replay(("trip", i & 1), lambda: work(both[i & 1]))
             else:
                 work(both[i & 1])
-            if form != "hosts":
+            if form != "hosts":  # hosts wait for the GPU by themselves
                 self.place.throttle()
         self.settle(form, both)
         return [0] * n

@@ -73,7 +73,7 @@ func newRDMARun(ctx context.Context, host string) (*rdmaRun, error) {
 // accepts.
 const bulk = 1 << 20
 
-// perftest measures ib_write_lat for lat bytes, unless lat is 0, and if bw ib_write_bw. It returns nil if r is nil.
+// perftest measures ib_write_lat for lat bytes, unless lat is 0, and ib_write_bw if bw is set. It returns nil if r is nil.
 func (r *rdmaRun) perftest(c *cli.Context, lat int, bw bool) (x *rdmaReport, err error) {
 	if r == nil {
 		return nil, nil
@@ -123,7 +123,7 @@ func (x *rdmaReport) compare(rep *latencyReport, v *verdict) {
 	x.judge(p, course{ibverbs, cpu}.goal(p), v)
 }
 
-// compareTime compares us with perftest's latency. x may be nil.
+// compareTime sets the ratio of a time in microseconds to ib_write_lat. x may be nil.
 func (x *rdmaReport) compareTime(us float64) {
 	if x != nil && x.WriteLat > 0 {
 		x.LatRatio = us / x.WriteLat

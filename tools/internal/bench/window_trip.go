@@ -35,7 +35,7 @@ type tripper struct {
 	event  backend.Event
 	size   int
 	src    backend.Mem
-	block  byte    // added to all bytes of a block
+	block  byte    // number of the block; image XORs it into every byte
 	at     []int64 // when each way of a block began on rank 0 or ended on rank 1, by the clock of the host
 }
 

@@ -23,7 +23,7 @@ type subject struct {
 
 	needRDMA bool // the configuration chooses ibverbs
 
-	early chan Finding // findings of the running check before its end
+	early chan Finding // findings of the running check before its end; a check that is no longer waited for blocks here
 }
 
 // reason returns the reason why ctx has ended.

@@ -146,7 +146,7 @@ func eachLine(r io.Reader, emit func(line []byte)) {
 // output is a child's stdout or stderr.
 type output struct {
 	from *os.File  // the pipe that the child writes
-	rest io.Reader // nil before the deadline of the pipe; then the bytes that were written until then
+	rest io.Reader // nil before the deadline of the pipe; then the bytes that were in it
 	done chan struct{}
 }
 
