@@ -93,6 +93,9 @@ type kernelCopies [16]kernelCopy
 
 type kernelCopy struct{ dst, src, n, gate uintptr }
 
+// stepaf_copies in gpu_cuda_extra.h, and copies in gpu_signal.ptx, have the same size.
+var _ [512]byte = [unsafe.Sizeof(kernelCopies{})]byte{}
+
 // wordWrites are the first n of some writes, in their order.
 type wordWrites struct {
 	n      int
