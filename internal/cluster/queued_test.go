@@ -91,7 +91,7 @@ func TestQueueLimits(t *testing.T) {
 		{9, 55000, false, ""}, // the first one may exceed the budget of the peer
 		{11, 15000, false, ""},
 		{13, 15000, false, ""},
-		{13, 2000, true, "this one has 2000 bytes, and 30000 are queued already (STEPAF_STRANGER_BUDGET=30000)"},
+		{13, 2000, true, "this one has 2000 bytes, and 30000 of processes that are not members are queued already (STEPAF_STRANGER_BUDGET=30000)"},
 		{9, 95000, true, "this one has 95000 bytes (STEPAF_RECV_BUDGET=90000)"},
 		{9, 2000, false, "this one has 2000 bytes, and 55000 are queued already (STEPAF_RECV_BUDGET_PEER=50000)"},
 		{8, 2000, true, "STEPAF_STRANGER_BUDGET"}, // of this node itself
