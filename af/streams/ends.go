@@ -37,7 +37,8 @@ func New(node *postoffice.Node) (*Ends, error) {
 
 // Prepare creates this node's end of an exchange, and waits until all peers have created theirs: until ctx ends, or
 // for postoffice.DefaultTimeout if ctx has no deadline. ctx does not limit calls of the device's driver, which may block
-// while a stream waits. peers are group ranks of servers or workers, ascending; nil means all. All tensors are in memory of the node's device. Their meaning depends on the role:
+// while a stream waits. peers are group ranks of servers or workers, ascending; nil means all. All tensors are in memory
+// of the node's device. Their meaning depends on the role:
 //
 //   - On a worker, each push tensor goes to every server, and server s, counted among peers, fills the pull tensors
 //     pull[s*Q : (s+1)*Q]: one list for all servers, unlike that of af.Worker.PushPull.

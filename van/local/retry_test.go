@@ -240,10 +240,12 @@ func TestMarksLost(t *testing.T) {
 	}
 }
 
-// TestMarksBehindAHandler: a link whose marks wait for a running handler does not end, however long that takes. Its messages follow.
-func TestMarksBehindAHandler(t *testing.T) {
+// heldBehindMarks returns a pair whose link waits for its marks: they are behind messages 0 and 1, and the handler of message 0 runs until
+// gate is closed.
+func heldBehindMarks(t *testing.T) (worker, server *node, gate chan struct{}) {
 	worker, server, free := unlinked(t, func(*Van) {})
-	gate, held := make(chan struct{}), make(chan struct{})
+	gate = make(chan struct{})
+	held := make(chan struct{})
 	hold := func(m *van.Message) {
 		if m.Timestamp == 0 {
 			close(held)
@@ -257,6 +259,12 @@ func TestMarksBehindAHandler(t *testing.T) {
 	free.Store(true)
 	eventually(t, "the link is made", func() bool { return worker.peers.link(8) != nil })
 	eventually(t, "links of earlier tries have ended", func() bool { return len(server.peers.Ins()) == 1 })
+	return worker, server, gate
+}
+
+// TestMarksBehindAHandler: a link whose marks wait for a running handler does not end, however long that takes. Its messages follow.
+func TestMarksBehindAHandler(t *testing.T) {
+	worker, server, gate := heldBehindMarks(t)
 	l := server.peers.Ins()[0]
 	for range maxTries + 1 {
 		server.peers.marksLate(l)
@@ -289,21 +297,7 @@ func TestMarksAgain(t *testing.T) {
 		"late": func(_, server *node) { server.peers.EndMarks(server.peers.Ins()[0], slog.LevelWarn) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			worker, server, free := unlinked(t, func(*Van) {})
-			gate, held := make(chan struct{}), make(chan struct{})
-			hold := func(m *van.Message) {
-				if m.Timestamp == 0 {
-					close(held)
-					<-gate
-				}
-			}
-			server.before.Store(&hold)
-			worker.must(data(8, 0, []byte("x")))
-			worker.must(data(8, 1, []byte("x")))
-			<-held
-			free.Store(true)
-			eventually(t, "the link is made", func() bool { return worker.peers.link(8) != nil })
-			eventually(t, "links of earlier tries have ended", func() bool { return len(server.peers.Ins()) == 1 })
+			worker, server, gate := heldBehindMarks(t)
 			end(worker, server)
 			worker.event(8, false)
 			worker.event(8, true)
