@@ -103,14 +103,10 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 	if err := x.turn(op, send, captures); err != nil {
 		return err
 	}
-	put := x.mem.receive
-	if send {
-		put = x.mem.send
-	}
 	if captures {
 		x.captured.Store(true)
 	}
-	if err := put(s); err != nil {
+	if err := x.put(s, send, captures); err != nil {
 		if captures { // the stream has done nothing
 			x.sendNext = x.first
 		} else {
@@ -120,6 +116,23 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 	}
 	x.sendNext, x.half = !send, captures
 	return nil
+}
+
+// put puts a send or a receive into stream s. After a send it queues the next receive, unless the exchange was ever captured: replays
+// receive, too. queueing is held.
+func (x *Exchange) put(s uintptr, send, captures bool) error {
+	if !send {
+		return x.mem.receive(s, captures)
+	}
+	err := x.mem.send(s)
+	switch {
+	case err != nil:
+	case captures:
+		x.mem.since = point(x.mem.m.dev, s)
+	case !x.captured.Load():
+		err = x.mem.receiveAhead(s)
+	}
+	return err
 }
 
 // turn returns an error unless it is the turn of a send, or of a receive. Both halves of a round are captured, or neither is. If the
@@ -268,7 +281,7 @@ func (x *Exchange) Close() error {
 		<-x.done
 		x.queueing.Lock() // a call that queues work now has taken the tensors before
 		defer x.queueing.Unlock()
-		if !x.captured.Load() && x.host.settle() {
+		if x.mem.settle() && !x.captured.Load() && x.host.settle() {
 			giveBack(x)
 		}
 	})

@@ -142,10 +142,8 @@ func (w *exchangeMemory) unlessIdle(stream af.Stream) (af.Stream, error) {
 	if stream == af.Complete {
 		return stream, nil
 	}
-	if i, is := w.m.dev.(backend.StreamIdler); is {
-		if idle, err := i.Idle(uintptr(stream)); idle || err != nil {
-			return af.Complete, err
-		}
+	if idle, err := w.m.dev.Idle(uintptr(stream)); idle || err != nil {
+		return af.Complete, err
 	}
 	captures, err := w.m.dev.Capturing(uintptr(stream))
 	if captures {

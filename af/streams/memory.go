@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -45,6 +46,7 @@ type memory struct {
 	page    gpusync.Page  // of device memory
 	pinned  gpusync.Page  // of pinned host memory
 	flags   flagPage      // of exchanges by hosts
+	ahead   aheads
 }
 
 // exchangeMemory is the memory that an exchange copies, and its flags unless it is an exchange by hosts. It is
@@ -59,6 +61,9 @@ type exchangeMemory struct {
 	void   backend.Mem         // flag in pinned host memory: sends are invalid
 	sends  []backend.FlagWrite // the words that a send writes, in this order; nil before the first
 	copies []backend.GatedCopy // of a receive; nil before the first
+	ahead  *aheadStream        // the next receive was queued there; nil if it was not
+	past   bool                // a receive was captured, which may have used the round of ahead
+	since  [6]uintptr          // the point after the latest captured send
 }
 
 // peerMemory is the memory that an end and one of its peers share.
@@ -87,6 +92,9 @@ func (m *memory) open(b backend.Backend) error {
 		return err
 	}
 	if m.release, err = d.NewStream(); err != nil {
+		return err
+	}
+	if err = m.ahead.open(d); err != nil {
 		return err
 	}
 	m.buffers = backend.NewPool(poolBytes, b.Alloc, b.Free).For(b)
@@ -270,8 +278,93 @@ func (w *exchangeMemory) send(s uintptr) error {
 	return w.m.dev.WriteFlags(s, w.sends)
 }
 
-// receive queues a receive in stream s: it waits for all peers, and copies from all at the same time.
-func (w *exchangeMemory) receive(s uintptr) error {
+// receiveAhead queues the next receive in a stream of the library, behind what is queued in stream s, unless none of these streams is free.
+func (w *exchangeMemory) receiveAhead(s uintptr) error {
+	a := w.m.ahead.take(w.m.dev, s)
+	if a == nil {
+		return nil
+	}
+	w.ahead = a
+	if err := w.m.dev.Follow(a.stream, s); err != nil {
+		return err
+	}
+	return w.receiveIn(a.stream)
+}
+
+// receive queues a receive in stream s, or makes s wait for the one that was queued ahead. If the exchange was ever captured it does both:
+// a replay may have been the round of what was queued ahead. A captured receive is beside the work that was captured in s since the send
+// before it, if that is in the same graph.
+func (w *exchangeMemory) receive(s uintptr, captures bool) error {
+	d, a := w.m.dev, w.ahead
+	var now [6]uintptr
+	if captures {
+		w.past, now = true, point(d, s)
+	}
+	sent := now[0] != 0 && now[0] == w.since[0] // in the same graph, behind an earlier receive
+	if a != nil && !sent {
+		if !w.past {
+			w.ahead = nil
+			defer w.m.ahead.put(a, s)
+		}
+		if err := d.Follow(s, a.stream); err != nil || !w.past {
+			return err
+		}
+	}
+	if sent && now != w.since {
+		if b := w.m.ahead.take(d, s); b != nil {
+			defer w.m.ahead.put(b, s)
+			return w.receiveBeside(s, b.stream)
+		}
+	}
+	return w.receiveIn(s)
+}
+
+// receiveBeside captures a receive in stream b, behind the send before it, and makes stream s wait for it.
+func (w *exchangeMemory) receiveBeside(s, b uintptr) error {
+	d := w.m.dev
+	err := d.Follow(b, s)
+	if err == nil {
+		err = d.Rewind(b, w.since)
+	}
+	if err == nil {
+		err = w.receiveIn(b)
+	}
+	if err == nil {
+		err = d.Follow(s, b)
+	}
+	return err
+}
+
+// point returns d.Point, or a point of no capture if the driver lacks it.
+func point(d device, s uintptr) [6]uintptr {
+	at, err := d.Point(s)
+	if err != nil {
+		return [6]uintptr{}
+	}
+	return at
+}
+
+// settle waits until a receive that was queued ahead has ended, and returns true. If the device does not answer within silence, it returns
+// false.
+func (w *exchangeMemory) settle() bool {
+	a := w.ahead
+	if a == nil {
+		return true
+	}
+	for begun := clock.Now(); ; clock.Sleep(maxPause) {
+		if idle, err := w.m.dev.Idle(a.stream); idle || errors.Is(err, backend.ErrDeviceLost) {
+			w.ahead = nil
+			w.m.ahead.put(a, a.before)
+			return true
+		}
+		if clock.Since(begun) >= silence {
+			return false
+		}
+	}
+}
+
+// receiveIn queues a receive in stream s: it waits for all peers, and copies from all at the same time.
+func (w *exchangeMemory) receiveIn(s uintptr) error {
 	for i := range w.peers {
 		if err := w.m.dev.WaitBits(s, w.peers[i].flag.Mem, gpusync.Either); err != nil {
 			return err

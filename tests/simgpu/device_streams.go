@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"math"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -25,6 +26,7 @@ type streams struct {
 	mu     sync.Mutex
 	all    map[uintptr]*stream
 	graph  *Graph        // that is being captured
+	graphs uintptr       // that were captured
 	last   uintptr       // of NewStream
 	own    int           // streams of NewStream
 	hold   chan struct{} // not nil: new streams of NewStream execute nothing until it is closed
@@ -66,10 +68,12 @@ func move(dst, src backend.Mem) {
 
 // Graph is the work put into a stream between Capture and End.
 type Graph struct {
-	q    *streams
-	from uintptr
-	work []func()
+	q      *streams
+	number uintptr
+	from   []uintptr // the stream of Capture, and those that have joined it
+	work   []func()
 
+	rewound int
 	invalid bool
 }
 
@@ -77,8 +81,66 @@ type Graph struct {
 func (q *streams) Capture(s uintptr) *Graph {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	q.graph = &Graph{q: q, from: s}
+	q.graphs++
+	q.graph = &Graph{q: q, number: q.graphs, from: []uintptr{s}}
 	return q.graph
+}
+
+// captures returns the graph into which work queued on stream s goes, or nil. mu is held.
+func (q *streams) captures(s uintptr) *Graph {
+	if q.graph == nil || !slices.Contains(q.graph.from, s) {
+		return nil
+	}
+	return q.graph
+}
+
+// Follow implements backend.GraphFlagger. A graph does its work in the order in which it was captured, that of all its streams.
+func (q *streams) Follow(s, other uintptr) error {
+	if err := q.st.fails(); err != nil {
+		return err
+	}
+	q.mu.Lock()
+	if g := q.captures(other); g != nil {
+		if q.captures(s) == nil {
+			g.from = append(g.from, s)
+		}
+		q.mu.Unlock()
+		return nil
+	}
+	q.mu.Unlock()
+	mark := make(chan struct{})
+	q.Queue(other, func() { close(mark) })
+	q.Queue(s, func() { <-mark })
+	return nil
+}
+
+// Point implements backend.GraphFlagger.
+func (q *streams) Point(s uintptr) (at [6]uintptr, err error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if g := q.captures(s); g != nil {
+		at = [6]uintptr{g.number, 1, uintptr(len(g.work))}
+	}
+	return at, q.st.fails()
+}
+
+// Rewind implements backend.GraphFlagger.
+func (q *streams) Rewind(s uintptr, at [6]uintptr) error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	g := q.captures(s)
+	if g == nil || g.number != at[0] || at[2] > uintptr(len(g.work)) || s == g.from[0] {
+		return fmt.Errorf("Rewind of stream %d to %v, which is no point of the capture that it has joined", s, at)
+	}
+	g.rewound++
+	return nil
+}
+
+// Rewound is how often streams that have joined the capture continued from an earlier point.
+func (g *Graph) Rewound() int {
+	g.q.mu.Lock()
+	defer g.q.mu.Unlock()
+	return g.rewound
 }
 
 // Invalidate makes later WriteFlags of the capture fail, as after a call that the driver allows in no capture.
@@ -113,14 +175,14 @@ func (g *Graph) Replay(s uintptr) {
 func (q *streams) Capturing(s uintptr) (bool, error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	return q.graph != nil && q.graph.from == s, nil
+	return q.captures(s) != nil, nil
 }
 
 // Queue puts f into a stream, which is made when it is first used.
 func (q *streams) Queue(s uintptr, f func()) {
 	q.mu.Lock()
-	if q.graph != nil && q.graph.from == s {
-		q.graph.work = append(q.graph.work, f)
+	if g := q.captures(s); g != nil {
+		g.work = append(g.work, f)
 		q.mu.Unlock()
 		return
 	}
@@ -175,7 +237,8 @@ func (q *streams) WriteFlag(s uintptr, word backend.Mem, v uint32) error {
 // WriteFlags implements backend.StreamFlagger.
 func (q *streams) WriteFlags(s uintptr, l []backend.FlagWrite) error {
 	q.mu.Lock()
-	invalid := q.graph != nil && q.graph.from == s && q.graph.invalid
+	g := q.captures(s)
+	invalid := g != nil && g.invalid
 	q.mu.Unlock()
 	if invalid {
 		return fmt.Errorf("the capture of stream %d is invalid", s)
@@ -225,7 +288,11 @@ func (q *streams) CopyGated(copies []backend.GatedCopy, s uintptr) error {
 		if err := q.WaitBits(s, c.Gate, math.MaxUint64); err != nil {
 			return err
 		}
-		q.Queue(s, func() { move(c.Dst, c.Src) })
+		q.Queue(s, func() {
+			if atomic.LoadUint64((*uint64)(c.Gate.Ptr()))>>32 == 0 {
+				move(c.Dst, c.Src)
+			}
+		})
 	}
 	return nil
 }
@@ -324,7 +391,7 @@ func (q *streams) CopyRecord(dst, src backend.Mem, s uintptr, e backend.Event) e
 // Idle implements backend.StreamIdler.
 func (q *streams) Idle(s uintptr) (bool, error) {
 	q.mu.Lock()
-	x, captured := q.all[s], q.graph != nil && q.graph.from == s
+	x, captured := q.all[s], q.captures(s) != nil
 	q.mu.Unlock()
 	return !captured && (x == nil || x.queued.Load() == 0), q.st.fails()
 }

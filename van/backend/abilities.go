@@ -119,6 +119,14 @@ type GraphFlagger interface {
 	WaitCount(stream uintptr, word Mem, n uint64) error
 	// Capturing reports whether work queued on stream now goes into a graph.
 	Capturing(stream uintptr) (bool, error)
+	// Follow makes stream wait for the work that is queued on other. If other is being captured, stream joins its capture. If only
+	// stream is, each replay waits for this work of other.
+	Follow(stream, other uintptr) error
+	// Point returns a mark of the work that was captured on stream so far. Its first number is that of the capture, or 0 if stream is
+	// not being captured, or has no mark.
+	Point(stream uintptr) (at [6]uintptr, err error)
+	// Rewind makes later work of stream wait only for the work before at, a Point of the capture that stream has joined.
+	Rewind(stream uintptr, at [6]uintptr) error
 }
 
 // Signaller is implemented by backends whose streams set, await and increment 64-bit
@@ -138,7 +146,8 @@ type Signaller interface {
 	MapHost(m Mem) (Mem, error)
 }
 
-// GatedCopy is a copy of Src to Dst, both memory of the device, as soon as one of the 8 bytes of Gate is not 0.
+// GatedCopy is a copy of Src to Dst, both memory of the device, as soon as one of the 8 bytes of Gate is not 0. If that is one of the last
+// 4, nothing is copied.
 type GatedCopy struct{ Dst, Src, Gate Mem }
 
 // GatedCopier is implemented by backends whose streams copy with a kernel. A copy by a copy engine that waits for the

@@ -55,6 +55,7 @@ type fakeDriver struct {
 	seg      fakeSegments
 
 	captured atomic.Pointer[fakeStream]
+	external []bool       // by wait in a capture: whether it is for work outside of the capture
 	waits    atomic.Int32 // streams that wait for a word
 }
 
@@ -522,7 +523,9 @@ func (f *fakeDriver) launchCopies(_, s uintptr, g grid, list kernelCopies) error
 			for counterAt(c.gate).Load() == 0 {
 				clock.Sleep(minPause)
 			}
-			copy(unsafe.Slice((*byte)(pointer(c.dst)), c.n), unsafe.Slice((*byte)(pointer(c.src)), c.n))
+			if uint64(counterAt(c.gate).Load())>>32 == 0 {
+				copy(unsafe.Slice((*byte)(pointer(c.dst)), c.n), unsafe.Slice((*byte)(pointer(c.src)), c.n))
+			}
 		}
 	})
 }
@@ -561,6 +564,31 @@ func (f *fakeDriver) eventRecord(e, s uintptr) error {
 	f.events[e].latest = mark
 	return nil
 }
+
+// streamWait makes s wait for what e marks now. A capture executes nothing.
+func (f *fakeDriver) streamWait(s, e uintptr, external bool) error {
+	if c := f.captured.Load(); c != nil && c == f.stream(s) {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.external = append(f.external, external)
+		return nil
+	}
+	m := f.mark(e)
+	return f.queue("streamWait", s, func() {
+		for m != nil && !m.Load() {
+			clock.Sleep(minPause)
+		}
+	})
+}
+
+func (f *fakeDriver) capturePoint(s uintptr) (at [6]uintptr, err error) {
+	if captured, _ := f.streamCapturing(s); captured {
+		at = [6]uintptr{7, 1, 1}
+	}
+	return at, f.call("capturePoint", true)
+}
+
+func (f *fakeDriver) captureRewind(uintptr, [6]uintptr) error { return f.call("captureRewind", true) }
 
 func (f *fakeDriver) mark(e uintptr) *atomic.Bool {
 	f.mu.Lock()

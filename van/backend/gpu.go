@@ -64,7 +64,7 @@ func assemble(d driver, id int) *gpu {
 	g.deviceMemory = deviceMemory{c: c, d: d, mems: map[uintptr]*deviceMem{}}
 	g.hostMemory = hostMemory{c: c, d: d, hosts: map[uintptr]*hostMem{}}
 	g.streamPool = streamPool{c: c, d: d, once: d, made: map[uintptr]struct{}{}}
-	g.events = events{c: c, d: d, streams: s, flags: &g.flags, waiter: w, made: map[uintptr]struct{}{}}
+	g.events = events{c: c, streams: s, flags: &g.flags, waiter: w, made: map[uintptr]struct{}{}}
 	g.copies = copies{c: c, streams: s, waiter: w}
 	g.signals = signals{c: c, d: d}
 	g.exporter = exporter{c: c, d: d, once: d}

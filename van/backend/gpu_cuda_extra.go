@@ -169,6 +169,33 @@ func (cudaStreams) streamQuery(s uintptr) error {
 	return result("cuStreamQuery", int(C.stepaf_stream_query(C.uintptr_t(s))))
 }
 
+func (cudaStreams) streamWait(s, e uintptr, external bool) error {
+	var flag C.int
+	if external {
+		flag = 1
+	}
+	return result("cuStreamWaitEvent", int(C.stepaf_wait_event(C.uintptr_t(s), C.uintptr_t(e), flag)))
+}
+
+func (cudaStreams) capturePoint(s uintptr) (at [6]uintptr, err error) {
+	var id C.uint64_t
+	var n C.size_t
+	var nodes [4]C.uintptr_t
+	if err := result("cuStreamGetCaptureInfo_v2", int(C.stepaf_capture_point(C.uintptr_t(s), &id, &n, &nodes[0]))); err != nil || n > 4 {
+		return at, err
+	}
+	at = [6]uintptr{uintptr(id), uintptr(n)}
+	for i := range nodes {
+		at[2+i] = uintptr(nodes[i])
+	}
+	return at, nil
+}
+
+func (cudaStreams) captureRewind(s uintptr, at [6]uintptr) error {
+	r := C.stepaf_capture_rewind(C.uintptr_t(s), C.size_t(at[1]), C.uintptr_t(at[2]), C.uintptr_t(at[3]), C.uintptr_t(at[4]), C.uintptr_t(at[5]))
+	return result("cuStreamUpdateCaptureDependencies", int(r))
+}
+
 func (cudaStreams) eventQuery(e uintptr) error {
 	return result("cuEventQuery", int(C.stepaf_event_query(C.uintptr_t(e))))
 }

@@ -56,6 +56,30 @@ static CUresult stepaf_capturing(uintptr_t s, int *yes) {
 	return r;
 }
 
+// cuda.h gives these names to later functions with other parameters.
+extern void *stepaf_cuStreamGetCaptureInfo_v2, *stepaf_cuStreamUpdateCaptureDependencies;
+
+// The nodes that the next work captured on s waits for: *n of them, the first 4 in nodes. *id is the number of the capture.
+static CUresult stepaf_capture_point(uintptr_t s, uint64_t *id, size_t *n, uintptr_t nodes[4]) {
+	CUresult (*info)(CUstream, CUstreamCaptureStatus *, cuuint64_t *, CUgraph *, const CUgraphNode **, size_t *) = stepaf_cuStreamGetCaptureInfo_v2;
+	CUstreamCaptureStatus st = CU_STREAM_CAPTURE_STATUS_NONE;
+	const CUgraphNode *all = NULL;
+	cuuint64_t number = 0;
+	CUresult r = info((CUstream)s, &st, &number, NULL, &all, n);
+	*id = number;
+	if (r != CUDA_SUCCESS || st != CU_STREAM_CAPTURE_STATUS_ACTIVE) *id = *n = 0;
+	for (size_t i = 0; i < *n && i < 4; i++) nodes[i] = (uintptr_t)all[i];
+	return r;
+}
+
+static CUresult stepaf_capture_rewind(uintptr_t s, size_t n, uintptr_t a, uintptr_t b, uintptr_t c, uintptr_t d) {
+	CUresult (*set)(CUstream, CUgraphNode *, size_t, unsigned) = stepaf_cuStreamUpdateCaptureDependencies;
+	CUgraphNode nodes[] = {(CUgraphNode)a, (CUgraphNode)b, (CUgraphNode)c, (CUgraphNode)d};
+	return set((CUstream)s, nodes, n, CU_STREAM_SET_CAPTURE_DEPENDENCIES);
+}
+
+static CUresult stepaf_wait_event(uintptr_t s, uintptr_t e, int external) { return cuStreamWaitEvent((CUstream)s, (CUevent)e, external ? CU_EVENT_WAIT_EXTERNAL : CU_EVENT_WAIT_DEFAULT); }
+
 static CUresult stepaf_write(uintptr_t s, CUdeviceptr p, uint32_t v) { return stepaf_write32((CUstream)s, p, v, CU_STREAM_WRITE_VALUE_DEFAULT); }
 static CUresult stepaf_writes(uintptr_t s, unsigned n, CUdeviceptr a, CUdeviceptr b, CUdeviceptr c, CUdeviceptr d, uint32_t va, uint32_t vb, uint32_t vc, uint32_t vd) {
 	CUdeviceptr addr[] = {a, b, c, d};

@@ -47,8 +47,8 @@
 	F(cuModuleLoadData) F(cuModuleLoadDataEx) F(cuModuleLoadFatBinary) F(cuModuleUnload) \
 	F(cuOccupancyMaxActiveBlocksPerMultiprocessor) F(cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags) \
 	F(cuPointerGetAttribute) F(cuPointerSetAttribute) F(cuStreamAttachMemAsync) F(cuStreamBatchMemOp) F(cuStreamBatchMemOp_v2) F(cuStreamCreate) \
-	F(cuStreamCreateWithPriority) F(cuStreamDestroy_v2) F(cuStreamGetFlags) F(cuStreamGetPriority) \
-	F(cuStreamIsCapturing) F(cuStreamQuery) F(cuStreamSynchronize) F(cuStreamWaitEvent) F(cuStreamWaitValue32) \
+	F(cuStreamCreateWithPriority) F(cuStreamDestroy_v2) F(cuStreamGetCaptureInfo_v2) F(cuStreamGetFlags) F(cuStreamGetPriority) \
+	F(cuStreamIsCapturing) F(cuStreamQuery) F(cuStreamSynchronize) F(cuStreamUpdateCaptureDependencies) F(cuStreamWaitEvent) F(cuStreamWaitValue32) \
 	F(cuStreamWaitValue32_v2) F(cuStreamWaitValue64) F(cuStreamWaitValue64_v2) F(cuStreamWriteValue32) F(cuStreamWriteValue32_v2) F(cuSurfRefGetArray) \
 	F(cuSurfRefSetArray) F(cuTexRefGetAddressMode) F(cuTexRefGetAddress_v2) F(cuTexRefGetArray) \
 	F(cuTexRefGetBorderColor) F(cuTexRefGetFilterMode) F(cuTexRefGetFlags) F(cuTexRefGetFormat) \

@@ -78,6 +78,11 @@ type streamDriver interface {
 	eventRecord(e, s uintptr) error
 	eventQuery(e uintptr) error // codeNotReady while busy
 
+	// streamWait makes s wait for the last record of e; in a capture with external at each replay, and otherwise s joins the capture of e.
+	streamWait(s, e uintptr, external bool) error
+	capturePoint(s uintptr) (at [6]uintptr, err error) // see GraphFlagger.Point
+	captureRewind(s uintptr, at [6]uintptr) error      // see GraphFlagger.Rewind
+
 	moduleLoad(ptx string) (uintptr, error)
 	moduleUnload(m uintptr) error
 	moduleFunction(m uintptr, name string) (uintptr, error)

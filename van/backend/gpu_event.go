@@ -13,15 +13,15 @@ import (
 // events makes events of both kinds.
 type events struct {
 	c       *gpuContext
-	d       streamDriver
 	streams *streamPool
 	flags   *flagPool
 	waiter  *waiter
 
 	driverEvents atomic.Bool
 
-	mu   sync.Mutex
-	made map[uintptr]struct{} // of the driver
+	mu    sync.Mutex
+	made  map[uintptr]struct{} // of the driver
+	spare []uintptr            // of these, events that Follow can use
 }
 
 // Configure sets the kind of new events, and how long waits spin.
@@ -42,18 +42,66 @@ func (s *events) NewEvent() (Event, error) {
 	}
 	e := &driverEvent{gpuEvent: gpuEvent{of: s}}
 	err := s.c.with("NewEvent", func() (err error) {
-		if e.ev, err = s.d.eventCreate(); err != nil {
-			return err
-		}
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		s.made[e.ev] = struct{}{}
-		return nil
+		e.ev, err = s.create()
+		return err
 	})
 	if err != nil {
 		return nil, err
 	}
 	return e, nil
+}
+
+// create makes an event of the driver. The context is current.
+func (s *events) create() (uintptr, error) {
+	ev, err := s.streams.d.eventCreate()
+	if err == nil {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.made[ev] = struct{}{}
+	}
+	return ev, err
+}
+
+// Follow makes stream wait for the work that is queued on other.
+func (s *events) Follow(stream, other uintptr) error {
+	return s.c.with("Follow", func() error {
+		d := s.streams.d
+		external, err := d.streamCapturing(stream)
+		if external && err == nil {
+			var joined bool
+			joined, err = d.streamCapturing(other)
+			external = !joined
+		}
+		if err != nil {
+			return err
+		}
+		ev, err := s.take()
+		if err != nil {
+			return err
+		}
+		if err = d.eventRecord(ev, other); err == nil {
+			err = d.streamWait(stream, ev, external)
+		}
+		if !external { // later records do not change the wait of a stream, but that of a graph
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.spare = append(s.spare, ev)
+		}
+		return err
+	})
+}
+
+// take returns an event for Follow. The context is current.
+func (s *events) take() (uintptr, error) {
+	s.mu.Lock()
+	if n := len(s.spare) - 1; n >= 0 {
+		defer s.mu.Unlock()
+		ev := s.spare[n]
+		s.spare = s.spare[:n]
+		return ev, nil
+	}
+	s.mu.Unlock()
+	return s.create()
 }
 
 // gpuEvent is what events of both kinds have.
@@ -198,16 +246,16 @@ type driverEvent struct {
 
 func (e *driverEvent) Record(stream uintptr) error {
 	return e.use("Record", func() error {
-		if err := e.recordable(e.of.d, stream); err != nil {
+		if err := e.recordable(e.of.streams.d, stream); err != nil {
 			return err
 		}
-		return e.of.d.eventRecord(e.ev, stream)
+		return e.of.streams.d.eventRecord(e.ev, stream)
 	})
 }
 
 func (e *driverEvent) Query() (done bool, err error) {
 	err = e.use("Query", func() error {
-		err := e.of.d.eventQuery(e.ev)
+		err := e.of.streams.d.eventQuery(e.ev)
 		if notReady(err) {
 			return nil
 		}
@@ -232,7 +280,7 @@ func (e *driverEvent) Close() error {
 		e.of.mu.Lock()
 		delete(e.of.made, e.ev)
 		e.of.mu.Unlock()
-		return e.of.d.eventDestroy(e.ev)
+		return e.of.streams.d.eventDestroy(e.ev)
 	})
 	if errors.Is(err, ErrClosed) {
 		return nil // the backend's Close has freed it
@@ -243,7 +291,7 @@ func (e *driverEvent) Close() error {
 // close frees the driver's. The context is current.
 func (s *events) close(note func(op string, err error)) {
 	for e := range s.made {
-		note("Close: free an event", s.d.eventDestroy(e))
+		note("Close: free an event", s.streams.d.eventDestroy(e))
 	}
-	s.made = nil
+	s.made, s.spare = nil, nil
 }

@@ -3,6 +3,7 @@ package backend
 import (
 	"context"
 	"errors"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -330,6 +331,62 @@ func TestRecordWhileCapturing(t *testing.T) {
 	f.fail("streamCapturing", 999)
 	e, _ = g.NewEvent()
 	wantError(t, e.Record(s), nil, "FAKE_999")
+}
+
+// TestFollow: a stream that follows another one does what is queued later when that one has done its work. Events are used again.
+func TestFollow(t *testing.T) {
+	f := newFake(1)
+	g := open(t, f)
+	s, _ := g.NewStream()
+	other, _ := g.NewStream()
+	for range 3 {
+		release := f.hold(other)
+		e, _ := g.NewEvent()
+		if err := errors.Join(g.Follow(s, other), e.Record(s)); err != nil {
+			t.Fatal(err)
+		}
+		if done, err := e.Query(); done || err != nil {
+			t.Errorf("the stream has not waited: %t, %v", done, err)
+		}
+		release()
+		if err := errors.Join(e.Sync(t.Context()), e.Close()); err != nil {
+			t.Error(err)
+		}
+	}
+	if n := f.times("eventCreate"); n != 1 {
+		t.Errorf("%d events for 3 calls, want 1", n)
+	}
+	f.fail("eventRecord", 999)
+	wantError(t, g.Follow(s, other), nil, "FAKE_999")
+}
+
+// TestFollowWhileCapturing: in a capture the wait for work outside of it belongs to each replay, and its event is not used again.
+func TestFollowWhileCapturing(t *testing.T) {
+	f := newFake(1)
+	g := open(t, f)
+	s, _ := g.NewStream()
+	other, _ := g.NewStream()
+	f.captured.Store(f.stream(s))
+	if err := errors.Join(g.Follow(s, other), g.Follow(s, s), g.Follow(s, other)); err != nil {
+		t.Fatal(err)
+	}
+	if want := []bool{true, false, true}; !slices.Equal(f.external, want) || f.times("eventCreate") != 2 {
+		t.Errorf("waits for work outside: %v with %d events, want %v with 2", f.external, f.times("eventCreate"), want)
+	}
+	at, err := g.Point(s)
+	if err != nil || at[0] == 0 {
+		t.Errorf("the point of a captured stream: %v, %v", at, err)
+	}
+	if err := g.Rewind(s, at); err != nil {
+		t.Error(err)
+	}
+	at[0]++
+	wantError(t, g.Rewind(s, at), nil, "in capture 7, to a point in capture 8")
+	f.captured.Store(nil)
+	if at, err := g.Point(s); err != nil || at[0] != 0 {
+		t.Errorf("the point of a stream that is not captured: %v, %v", at, err)
+	}
+	wantError(t, g.Rewind(s, at), nil, "in capture 0")
 }
 
 // A driver whose streams cannot write words gets its own events.

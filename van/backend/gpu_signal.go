@@ -88,12 +88,24 @@ func (k *signals) AddSeq(stream uintptr, seq Mem) error {
 	return k.signal("AddSeq", stream, func(s *signalKernels) uintptr { return s.add }, seq)
 }
 
-// The threads of each copy by a kernel: blocks of copyThreads, of which each thread has copyEach bytes; copyBlocks at most.
+// The threads of each copy by a kernel: blocks of copyThreads, of which each thread has copyEach bytes; fewBlocks at most, or manyBlocks
+// from manyBytes on. More blocks make copies of less than a few MB no faster, and take multiprocessors from other kernels.
 const (
 	copyThreads = 512
 	copyEach    = 64
-	copyBlocks  = 64
+	fewBlocks   = 14
+	manyBlocks  = 64
+	manyBytes   = 8 << 20
 )
+
+// copyGrid returns the grid of n copies, the longest of which has most bytes.
+func copyGrid(n, most int) grid {
+	limit := fewBlocks
+	if most >= manyBytes {
+		limit = manyBlocks
+	}
+	return grid{max(min((most+copyThreads*copyEach-1)/(copyThreads*copyEach), limit), 1), n, copyThreads}
+}
 
 // CopyGated implements GatedCopier.
 func (k *signals) CopyGated(copies []GatedCopy, stream uintptr) error {
@@ -115,12 +127,12 @@ func (k *signals) CopyGated(copies []GatedCopy, stream uintptr) error {
 		for err == nil && len(copies) > 0 {
 			var list kernelCopies
 			n := min(len(copies), len(list))
-			most := 1
+			most := 0
 			for i, c := range copies[:n] {
 				list[i] = kernelCopy{uintptr(c.Dst.ptr), uintptr(c.Src.ptr), uintptr(c.Src.Len()), uintptr(c.Gate.ptr)}
 				most = max(most, c.Src.Len())
 			}
-			err = k.d.launchCopies(s.copy, stream, grid{min((most+copyThreads*copyEach-1)/(copyThreads*copyEach), copyBlocks), n, copyThreads}, list)
+			err = k.d.launchCopies(s.copy, stream, copyGrid(n, most), list)
 			copies = copies[n:]
 		}
 		return err

@@ -183,8 +183,16 @@ func TestCopyGated(t *testing.T) {
 
 func TestCopiesGated(t *testing.T) { testCopiesGated(t, open(t, newFake(1))) }
 
-// testCopiesGated makes more copies than one launch of the kernel, of several lengths and alignments.
+// testCopiesGated makes more copies than one launch of the kernel, of several lengths and alignments. If the upper half of the gate is
+// set, nothing is copied.
 func testCopiesGated(t *testing.T, g *gpu) {
+	for _, gate := range [][]byte{{1, 0, 0, 0, 0, 0, 0, 0}, {1, 0, 0, 0, 1, 0, 0, 0}, {0, 0, 0, 0, 1, 0, 0, 0}} {
+		copyGated(t, g, gate)
+	}
+}
+
+func copyGated(t *testing.T, g *gpu, gate []byte) {
+	t.Helper()
 	const n, room = 37, 1 << 18
 	stream, err := g.NewStream()
 	all, err2 := g.Alloc(2*n*room + 8)
@@ -195,6 +203,7 @@ func testCopiesGated(t *testing.T, g *gpu) {
 	for i := range want {
 		want[i] = byte(i * 7 >> 3)
 	}
+	copy(want[2*n*room:], gate)
 	if err := g.Copy(all, Bytes(want)); err != nil {
 		t.Fatal(err)
 	}
@@ -202,7 +211,9 @@ func testCopiesGated(t *testing.T, g *gpu) {
 	for i := range n {
 		size, from, to := []int{0, 1, 15, 16, 4096, 65537, 200_000}[i%7], 2*i*room+i%3*16, (2*i+1)*room+i%5
 		copies = append(copies, GatedCopy{all.Sub(to, size), all.Sub(from, size), all.Sub(2*n*room, 8)})
-		copy(want[to:to+size], want[from:from+size])
+		if gate[4] == 0 {
+			copy(want[to:to+size], want[from:from+size])
+		}
 	}
 	if err := g.CopyGated(copies, stream); err != nil {
 		t.Fatal(err)
@@ -213,7 +224,10 @@ func testCopiesGated(t *testing.T, g *gpu) {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(got, want) {
-		t.Error("the copies differ from what was to be copied")
+		t.Errorf("gate %d: the copies differ from what was to be copied", gate)
+	}
+	if err := errors.Join(g.Free(all), g.FreeStream(stream)); err != nil && !errors.Is(err, ErrInUse) {
+		t.Error(err)
 	}
 }
 

@@ -3,6 +3,7 @@ package backend
 // Streams of a GPU, and the words of callers that they write and await.
 
 import (
+	"cmp"
 	"slices"
 	"sync"
 )
@@ -117,6 +118,25 @@ func (p *streamPool) Capturing(stream uintptr) (yes bool, err error) {
 		return err
 	})
 	return yes, err
+}
+
+// Point returns a mark of the work that was captured on stream so far.
+func (p *streamPool) Point(stream uintptr) (at [6]uintptr, err error) {
+	err = p.c.with("Point", func() error {
+		at, err = p.d.capturePoint(stream)
+		return err
+	})
+	return at, err
+}
+
+// Rewind makes later work of stream wait only for the work before at.
+func (p *streamPool) Rewind(stream uintptr, at [6]uintptr) error {
+	return p.c.with("Rewind", func() error {
+		if now, err := p.d.capturePoint(stream); err != nil || at[0] == 0 || now[0] != at[0] {
+			return cmp.Or(err, p.c.invalid("Rewind of stream %#x, in capture %d, to a point in capture %d", stream, now[0], at[0]))
+		}
+		return p.d.captureRewind(stream, at)
+	})
 }
 
 // WriteFlag makes stream write v into word.

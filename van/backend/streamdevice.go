@@ -12,6 +12,7 @@ type StreamDevice interface {
 	GraphFlagger
 	GatedCopier
 	HostPinner
+	StreamIdler
 }
 
 // StreamDeviceOf returns b as a StreamDevice. The error wraps ErrUnavailable if b cannot do that.
