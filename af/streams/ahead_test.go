@@ -9,6 +9,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/tests/testcluster"
 	"github.com/stepaf/stepaf-go/tests/vantest"
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // received waits until b is full of v, which stream writes.
@@ -40,7 +41,7 @@ func (s *ends) answers(t *testing.T, p *pair, stream af.Stream) {
 	}
 }
 
-// TestReceivesAhead: after a send, an end receives beside the work of its stream, as many exchanges as there are streams of the library;
+// TestReceivesAhead: after a send, a worker receives beside the work of its stream, in as many exchanges as there are streams of the library;
 // the others receive in the caller's stream.
 func TestReceivesAhead(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
@@ -70,6 +71,9 @@ func TestReceivesAhead(t *testing.T) {
 			if has := p.x.AheadStream() != 0; has != (i < ahead) {
 				t.Errorf("exchange %d receives ahead: %t", i, has)
 			}
+			if p.ys[0].AheadStream() != 0 {
+				t.Errorf("the server of exchange %d receives ahead", i)
+			}
 		}
 		close(held)
 		wrong := 0
@@ -87,51 +91,6 @@ func TestReceivesAhead(t *testing.T) {
 		if wrong > 0 {
 			t.Errorf("round %d: %d exchanges have wrong answers", round, wrong)
 		}
-	}
-}
-
-// TestCaptureAfterRounds: a server that receives ahead captures its rounds; the receive that was queued ahead, the replays and later rounds
-// without a graph all have the right data.
-func TestCaptureAfterRounds(t *testing.T) {
-	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
-	s.captured = true
-	w, y := s.workers[0], s.servers[0]
-	p := s.prepare(t, 10, 10)[0]
-	round := byte(0)
-	ask := func() {
-		t.Helper()
-		round++
-		v := round
-		w.dev.Queue(stream, func() { fill(p.push[0], v) })
-		if err := errors.Join(p.x.QueueSend(stream), p.x.QueueReceive(stream)); err != nil {
-			t.Fatal(err)
-		}
-		w.dev.Settle(t, stream)
-		if got := p.pull[0][9]; got != v+1 {
-			t.Errorf("round %d: the answer is %d, want %d", v, got, v+1)
-		}
-	}
-	s.answers(t, p, stream)
-	ask()
-	if p.ys[0].AheadStream() == 0 {
-		t.Error("the server does not receive ahead")
-	}
-	g := y.dev.Capture(stream)
-	s.answers(t, p, stream)
-	s.answers(t, p, stream)
-	g.End()
-	if n := g.Rewound(); n != 0 { // nothing is between the first send and the second receive
-		t.Errorf("%d receives are beside others, want none", n)
-	}
-	for range 3 {
-		g.Replay(stream)
-		ask()
-		ask()
-		s.answers(t, p, stream)
-		ask()
-	}
-	if err := errors.Join(p.x.Check(), p.ys[0].Check()); err != nil {
-		t.Error(err)
 	}
 }
 
@@ -180,29 +139,29 @@ func TestCapturedBeside(t *testing.T) {
 	}
 }
 
-// TestEndWhileReceivingAhead: Close leaves the tensors of a receive that was queued ahead as they are, and gives them and the stream back.
+// TestEndWhileReceivingAhead: the end of an exchange leaves the tensors of a receive that was queued ahead as they are; Close gives them and
+// the stream back.
 func TestEndWhileReceivingAhead(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
+	w := s.workers[0]
 	for range 5 {
 		p := s.prepare(t, 10, 10)[0]
-		s.answers(t, p, stream)
-		if err := errors.Join(p.x.QueueSend(stream), p.x.QueueReceive(stream)); err != nil {
+		if err := p.x.QueueSend(stream); err != nil {
 			t.Fatal(err)
 		}
-		s.workers[0].dev.Settle(t, stream)
-		s.servers[0].dev.Settle(t, stream)
-		ahead := p.ys[0].AheadStream()
+		ahead := p.x.AheadStream()
 		if ahead == 0 {
-			t.Fatal("the server does not receive ahead")
+			t.Fatal("the worker does not receive ahead")
 		}
-		fill(p.push[0], 99)
-		fill(p.got[0][0], 7)
-		if err := p.x.Close(); err != nil {
-			t.Error(err)
-		}
+		fill(p.out[0][0], 99)
+		fill(p.pull[0], 7)
 		_ = p.ys[0].Close()
-		s.servers[0].dev.Settle(t, ahead)
-		if got := p.got[0][0][9]; got != 7 {
+		if err := over(t, p.x); !errors.Is(err, van.ErrClosed) {
+			t.Errorf("%v, want %v", err, van.ErrClosed)
+		}
+		_ = p.x.Close()
+		w.dev.Settle(t, ahead)
+		if got := p.pull[0][9]; got != 7 {
 			t.Errorf("the tensor has %d after Close, want 7", got)
 		}
 	}

@@ -118,8 +118,8 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 	return nil
 }
 
-// put puts a send or a receive into stream s. After a send it queues the next receive, unless the exchange was ever captured: replays
-// receive, too. queueing is held.
+// put puts a send or a receive into stream s. Behind a send, a worker queues its receive. A server does not: the next round may begin
+// much later, and until then a call that waits for the whole device would not return. queueing is held.
 func (x *Exchange) put(s uintptr, send, captures bool) error {
 	if !send {
 		return x.mem.receive(s, captures)
@@ -129,7 +129,7 @@ func (x *Exchange) put(s uintptr, send, captures bool) error {
 	case err != nil:
 	case captures:
 		x.mem.since = point(x.mem.m.dev, s)
-	case !x.captured.Load():
+	case x.first:
 		err = x.mem.receiveAhead(s)
 	}
 	return err

@@ -62,7 +62,6 @@ type exchangeMemory struct {
 	sends  []backend.FlagWrite // the words that a send writes, in this order; nil before the first
 	copies []backend.GatedCopy // of a receive; nil before the first
 	ahead  *aheadStream        // the next receive was queued there; nil if it was not
-	past   bool                // a receive was captured, which may have used the round of ahead
 	since  [6]uintptr          // the point after the latest captured send
 }
 
@@ -291,29 +290,21 @@ func (w *exchangeMemory) receiveAhead(s uintptr) error {
 	return w.receiveIn(a.stream)
 }
 
-// receive queues a receive in stream s, or makes s wait for the one that was queued ahead. If the exchange was ever captured it does both:
-// a replay may have been the round of what was queued ahead. A captured receive is beside the work that was captured in s since the send
-// before it, if that is in the same graph.
+// receive queues a receive in stream s, or makes s wait for the one that was queued ahead. A captured receive is beside the work that was
+// captured in s since the send before it, if that is in the same graph.
 func (w *exchangeMemory) receive(s uintptr, captures bool) error {
-	d, a := w.m.dev, w.ahead
-	var now [6]uintptr
+	d := w.m.dev
+	if a := w.ahead; a != nil {
+		w.ahead = nil
+		defer w.m.ahead.put(a, s)
+		return d.Follow(s, a.stream)
+	}
 	if captures {
-		w.past, now = true, point(d, s)
-	}
-	sent := now[0] != 0 && now[0] == w.since[0] // in the same graph, behind an earlier receive
-	if a != nil && !sent {
-		if !w.past {
-			w.ahead = nil
-			defer w.m.ahead.put(a, s)
-		}
-		if err := d.Follow(s, a.stream); err != nil || !w.past {
-			return err
-		}
-	}
-	if sent && now != w.since {
-		if b := w.m.ahead.take(d, s); b != nil {
-			defer w.m.ahead.put(b, s)
-			return w.receiveBeside(s, b.stream)
+		if now := point(d, s); now[0] != 0 && now[0] == w.since[0] && now != w.since {
+			if b := w.m.ahead.take(d, s); b != nil {
+				defer w.m.ahead.put(b, s)
+				return w.receiveBeside(s, b.stream)
+			}
 		}
 	}
 	return w.receiveIn(s)

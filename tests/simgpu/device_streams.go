@@ -100,14 +100,17 @@ func (q *streams) Follow(s, other uintptr) error {
 		return err
 	}
 	q.mu.Lock()
-	if g := q.captures(other); g != nil {
-		if q.captures(s) == nil {
-			g.from = append(g.from, s)
-		}
-		q.mu.Unlock()
-		return nil
+	g, joined := q.captures(other), q.captures(s) != nil
+	if g != nil && !joined {
+		g.from = append(g.from, s)
 	}
 	q.mu.Unlock()
+	switch {
+	case g != nil:
+		return nil
+	case joined:
+		return fmt.Errorf("stream %d is being captured, and stream %d is not", s, other)
+	}
 	mark := make(chan struct{})
 	q.Queue(other, func() { close(mark) })
 	q.Queue(s, func() { <-mark })

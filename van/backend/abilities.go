@@ -119,8 +119,7 @@ type GraphFlagger interface {
 	WaitCount(stream uintptr, word Mem, n uint64) error
 	// Capturing reports whether work queued on stream now goes into a graph.
 	Capturing(stream uintptr) (bool, error)
-	// Follow makes stream wait for the work that is queued on other. If other is being captured, stream joins its capture. If only
-	// stream is, each replay waits for this work of other.
+	// Follow makes stream wait for the work that is queued on other. If other is being captured, stream joins its capture.
 	Follow(stream, other uintptr) error
 	// Point returns a mark of the work that was captured on stream so far. Its first number is that of the capture, or 0 if stream is
 	// not being captured, or has no mark.

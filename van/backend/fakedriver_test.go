@@ -55,7 +55,6 @@ type fakeDriver struct {
 	seg      fakeSegments
 
 	captured atomic.Pointer[fakeStream]
-	external []bool       // by wait in a capture: whether it is for work outside of the capture
 	waits    atomic.Int32 // streams that wait for a word
 }
 
@@ -565,14 +564,7 @@ func (f *fakeDriver) eventRecord(e, s uintptr) error {
 	return nil
 }
 
-// streamWait makes s wait for what e marks now. A capture executes nothing.
-func (f *fakeDriver) streamWait(s, e uintptr, external bool) error {
-	if c := f.captured.Load(); c != nil && c == f.stream(s) {
-		f.mu.Lock()
-		defer f.mu.Unlock()
-		f.external = append(f.external, external)
-		return nil
-	}
+func (f *fakeDriver) streamWait(s, e uintptr) error {
 	m := f.mark(e)
 	return f.queue("streamWait", s, func() {
 		for m != nil && !m.Load() {

@@ -169,12 +169,8 @@ func (cudaStreams) streamQuery(s uintptr) error {
 	return result("cuStreamQuery", int(C.stepaf_stream_query(C.uintptr_t(s))))
 }
 
-func (cudaStreams) streamWait(s, e uintptr, external bool) error {
-	var flag C.int
-	if external {
-		flag = 1
-	}
-	return result("cuStreamWaitEvent", int(C.stepaf_wait_event(C.uintptr_t(s), C.uintptr_t(e), flag)))
+func (cudaStreams) streamWait(s, e uintptr) error {
+	return result("cuStreamWaitEvent", int(C.stepaf_wait_event(C.uintptr_t(s), C.uintptr_t(e))))
 }
 
 func (cudaStreams) capturePoint(s uintptr) (at [6]uintptr, err error) {

@@ -78,7 +78,7 @@ static CUresult stepaf_capture_rewind(uintptr_t s, size_t n, uintptr_t a, uintpt
 	return set((CUstream)s, nodes, n, CU_STREAM_SET_CAPTURE_DEPENDENCIES);
 }
 
-static CUresult stepaf_wait_event(uintptr_t s, uintptr_t e, int external) { return cuStreamWaitEvent((CUstream)s, (CUevent)e, external ? CU_EVENT_WAIT_EXTERNAL : CU_EVENT_WAIT_DEFAULT); }
+static CUresult stepaf_wait_event(uintptr_t s, uintptr_t e) { return cuStreamWaitEvent((CUstream)s, (CUevent)e, 0); }
 
 static CUresult stepaf_write(uintptr_t s, CUdeviceptr p, uint32_t v) { return stepaf_write32((CUstream)s, p, v, CU_STREAM_WRITE_VALUE_DEFAULT); }
 static CUresult stepaf_writes(uintptr_t s, unsigned n, CUdeviceptr a, CUdeviceptr b, CUdeviceptr c, CUdeviceptr d, uint32_t va, uint32_t vb, uint32_t vc, uint32_t vd) {

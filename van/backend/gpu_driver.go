@@ -78,8 +78,7 @@ type streamDriver interface {
 	eventRecord(e, s uintptr) error
 	eventQuery(e uintptr) error // codeNotReady while busy
 
-	// streamWait makes s wait for the last record of e; in a capture with external at each replay, and otherwise s joins the capture of e.
-	streamWait(s, e uintptr, external bool) error
+	streamWait(s, e uintptr) error                     // until the last record of e; if that is captured, s joins the capture
 	capturePoint(s uintptr) (at [6]uintptr, err error) // see GraphFlagger.Point
 	captureRewind(s uintptr, at [6]uintptr) error      // see GraphFlagger.Rewind
 

@@ -65,28 +65,16 @@ func (s *events) create() (uintptr, error) {
 // Follow makes stream wait for the work that is queued on other.
 func (s *events) Follow(stream, other uintptr) error {
 	return s.c.with("Follow", func() error {
-		d := s.streams.d
-		external, err := d.streamCapturing(stream)
-		if external && err == nil {
-			var joined bool
-			joined, err = d.streamCapturing(other)
-			external = !joined
-		}
-		if err != nil {
-			return err
-		}
 		ev, err := s.take()
 		if err != nil {
 			return err
 		}
-		if err = d.eventRecord(ev, other); err == nil {
-			err = d.streamWait(stream, ev, external)
+		if err = s.streams.d.eventRecord(ev, other); err == nil {
+			err = s.streams.d.streamWait(stream, ev)
 		}
-		if !external { // later records do not change the wait of a stream, but that of a graph
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			s.spare = append(s.spare, ev)
-		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.spare = append(s.spare, ev) // later records do not change this wait
 		return err
 	})
 }

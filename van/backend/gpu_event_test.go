@@ -3,7 +3,6 @@ package backend
 import (
 	"context"
 	"errors"
-	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -360,19 +359,12 @@ func TestFollow(t *testing.T) {
 	wantError(t, g.Follow(s, other), nil, "FAKE_999")
 }
 
-// TestFollowWhileCapturing: in a capture the wait for work outside of it belongs to each replay, and its event is not used again.
-func TestFollowWhileCapturing(t *testing.T) {
+// TestRewind: the points of a captured stream, and those that a stream cannot continue from.
+func TestRewind(t *testing.T) {
 	f := newFake(1)
 	g := open(t, f)
 	s, _ := g.NewStream()
-	other, _ := g.NewStream()
 	f.captured.Store(f.stream(s))
-	if err := errors.Join(g.Follow(s, other), g.Follow(s, s), g.Follow(s, other)); err != nil {
-		t.Fatal(err)
-	}
-	if want := []bool{true, false, true}; !slices.Equal(f.external, want) || f.times("eventCreate") != 2 {
-		t.Errorf("waits for work outside: %v with %d events, want %v with 2", f.external, f.times("eventCreate"), want)
-	}
 	at, err := g.Point(s)
 	if err != nil || at[0] == 0 {
 		t.Errorf("the point of a captured stream: %v, %v", at, err)
