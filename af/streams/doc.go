@@ -21,6 +21,12 @@
 //   - QueueReceive waits for the flags of its end, and copies the peers' tensors into its own. A kernel copies: a copy
 //     engine that waits for one stream would hold up the copies of the others.
 //
+// The wait and the copies of a worker are queued behind its QueueSend, in a stream of the library, and QueueReceive waits for them: other
+// work of the caller's stream does not. This is so for up to 3 exchanges of a node at a time, since CUDA executes the streams
+// of a process in 8 queues (CUDA_DEVICE_MAX_CONNECTIONS). In a graph, workers and servers receive beside the work that was captured since
+// their last send, if that is in the same graph. From QueueSend to QueueReceive the tensors that are received belong to the exchange; on a
+// worker, a call that waits for the whole device then waits for the answers, too.
+//
 // Only the owner of memory writes data there, as everywhere in this library; a peer writes only its flag. A
 // round needs no number, since sends and receives alternate.
 //
@@ -35,8 +41,8 @@
 //  1. The peers' gates are closed: they copy nothing that they have not begun to copy, also if sends still queued in
 //     streams write their flags. From now on Check, QueueSend and QueueReceive return the reason.
 //  2. The peers are notified, and end their exchanges.
-//  3. When all peers have confirmed or are lost, waiting streams are released, with undefined contents of the
-//     tensors. Earlier a peer could copy data of a released stream and take it for valid.
+//  3. When all peers have confirmed or are lost, waiting streams are released. They copy nothing. Earlier a peer could
+//     copy data of a released stream and take it for valid.
 //
 // A peer that neither confirms nor is lost is waited for for 10 seconds; a node that ends does not wait. While a
 // launch into CUDA's default stream is blocked because the driver's queue is full, streams cannot be released:

@@ -76,7 +76,7 @@ func (x *Exchange) with(id int) int {
 
 // QueueSend makes stream notify the peers that the tensors for them are ready, when the stream reaches this point; in
 // a captured graph, at each replay. A worker sends first and a server receives first, and then sends and receives
-// alternate, also in the order in which streams execute them.
+// alternate, also in the order in which streams execute them. A worker may receive from then on, before QueueReceive.
 func (x *Exchange) QueueSend(stream af.Stream) error { return x.queue("queue a send", stream, true) }
 
 // QueueReceive makes stream wait until all peers have sent, and then copy the peers' data into the tensors of this
@@ -106,7 +106,12 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 	if captures {
 		x.captured.Store(true)
 	}
-	if err := x.put(s, send, captures); err != nil {
+	if send {
+		err = x.mem.send(s, captures, x.first)
+	} else {
+		err = x.mem.receive(s, captures)
+	}
+	if err != nil {
 		if captures { // the stream has done nothing
 			x.sendNext = x.first
 		} else {
@@ -116,23 +121,6 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 	}
 	x.sendNext, x.half = !send, captures
 	return nil
-}
-
-// put puts a send or a receive into stream s. Behind a send, a worker queues its receive. A server does not: the next round may begin
-// much later, and until then a call that waits for the whole device would not return. queueing is held.
-func (x *Exchange) put(s uintptr, send, captures bool) error {
-	if !send {
-		return x.mem.receive(s, captures)
-	}
-	err := x.mem.send(s)
-	switch {
-	case err != nil:
-	case captures:
-		x.mem.since = point(x.mem.m.dev, s)
-	case x.first:
-		err = x.mem.receiveAhead(s)
-	}
-	return err
 }
 
 // turn returns an error unless it is the turn of a send, or of a receive. Both halves of a round are captured, or neither is. If the
@@ -272,7 +260,7 @@ func (x *Exchange) left(from int, text string) {
 // With ByHost it does not wait, and devices of peers may still read the tensors for a moment, without using the data.
 // Before Close, queued work must be done and the peers must have received it, for example after a barrier: data sent
 // by an ended exchange is invalid. After Close the tensors are the caller's, unless the exchange was ever captured:
-// replayed graphs still copy, but do not wait, and no peer waits for them.
+// replayed graphs do not wait, and no peer waits for them.
 func (x *Exchange) Close() error {
 	var err error
 	x.closing.Do(func() { // another call waits

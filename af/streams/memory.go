@@ -258,8 +258,9 @@ func (w *exchangeMemory) copyPrivate(s uintptr) error {
 	return nil
 }
 
-// send queues a send in stream s.
-func (w *exchangeMemory) send(s uintptr) error {
+// send queues a send in stream s, and if ahead is set, the receive of its answers in another one. A server does not set it: its next round
+// may begin much later, and until then a call that waits for the whole device would not return.
+func (w *exchangeMemory) send(s uintptr, captures, ahead bool) error {
 	if err := w.copyPrivate(s); err != nil {
 		return err
 	}
@@ -274,7 +275,17 @@ func (w *exchangeMemory) send(s uintptr) error {
 			w.sends = append(w.sends, backend.FlagWrite{Word: w.peers[i].remote, V: gpusync.Set})
 		}
 	}
-	return w.m.dev.WriteFlags(s, w.sends)
+	if err := w.m.dev.WriteFlags(s, w.sends); err != nil {
+		return err
+	}
+	if captures {
+		w.since = point(w.m.dev, s)
+		return nil
+	}
+	if !ahead {
+		return nil
+	}
+	return w.receiveAhead(s)
 }
 
 // receiveAhead queues the next receive in a stream of the library, behind what is queued in stream s, unless none of these streams is free.
