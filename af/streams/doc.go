@@ -21,11 +21,8 @@
 //   - QueueReceive waits for the flags of its end, and copies the peers' tensors into its own. A kernel copies: a copy
 //     engine that waits for one stream would hold up the copies of the others.
 //
-// The wait and the copies of a worker are queued behind its QueueSend, in a stream of the library, and QueueReceive waits for them: other
-// work of the caller's stream does not. This is so for up to 3 exchanges of a node at a time, since CUDA executes the streams
-// of a process in 8 queues (CUDA_DEVICE_MAX_CONNECTIONS). In a graph, workers and servers receive beside the work that was captured since
-// their last send, if that is in the same graph. From QueueSend to QueueReceive the tensors that are received belong to the exchange; on a
-// worker, a call that waits for the whole device then waits for the answers, too.
+// In a graph, a QueueReceive waits and copies beside the work that was captured since the QueueSend before it, if that is
+// in the same graph. So from this QueueSend to QueueReceive no work of the graph may use the tensors that are received.
 //
 // Only the owner of memory writes data there, as everywhere in this library; a peer writes only its flag. A
 // round needs no number, since sends and receives alternate.

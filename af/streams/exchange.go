@@ -76,11 +76,12 @@ func (x *Exchange) with(id int) int {
 
 // QueueSend makes stream notify the peers that the tensors for them are ready, when the stream reaches this point; in
 // a captured graph, at each replay. A worker sends first and a server receives first, and then sends and receives
-// alternate, also in the order in which streams execute them. A worker may receive from then on, before QueueReceive.
+// alternate, also in the order in which streams execute them.
 func (x *Exchange) QueueSend(stream af.Stream) error { return x.queue("queue a send", stream, true) }
 
 // QueueReceive makes stream wait until all peers have sent, and then copy the peers' data into the tensors of this
-// end. If the exchange has ended, the stream does not wait, and the contents of the tensors are undefined: see Check.
+// end; in a graph as soon as they have sent, beside the work since the QueueSend before, if that is in the same graph.
+// If the exchange has ended, the stream neither waits nor copies: see Check.
 func (x *Exchange) QueueReceive(stream af.Stream) error {
 	return x.queue("queue a receive", stream, false)
 }
@@ -107,7 +108,7 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 		x.captured.Store(true)
 	}
 	if send {
-		err = x.mem.send(s, captures, x.first)
+		err = x.mem.send(s, captures)
 	} else {
 		err = x.mem.receive(s, captures)
 	}
@@ -269,7 +270,7 @@ func (x *Exchange) Close() error {
 		<-x.done
 		x.queueing.Lock() // a call that queues work now has taken the tensors before
 		defer x.queueing.Unlock()
-		if x.mem.settle() && !x.captured.Load() && x.host.settle() {
+		if !x.captured.Load() && x.host.settle() {
 			giveBack(x)
 		}
 	})

@@ -91,13 +91,3 @@ func (x *Exchange) Settled() bool {
 		return false
 	}
 }
-
-// AheadStream is the stream in which the next receive of x was queued ahead, 0 if it was not.
-func (x *Exchange) AheadStream() uintptr {
-	x.queueing.Lock()
-	defer x.queueing.Unlock()
-	if x.mem.ahead == nil {
-		return 0
-	}
-	return x.mem.ahead.stream
-}

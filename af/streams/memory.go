@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/gpusync"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -46,11 +45,10 @@ type memory struct {
 	page    gpusync.Page  // of device memory
 	pinned  gpusync.Page  // of pinned host memory
 	flags   flagPage      // of exchanges by hosts
-	ahead   aheads
 }
 
 // exchangeMemory is the memory that an exchange copies, and its flags unless it is an exchange by hosts. It is
-// constant after its creation, except for reach, mapOut and the first send.
+// constant after its creation, except for reach and mapOut; Exchange.queueing guards the last four fields.
 type exchangeMemory struct {
 	m      *memory
 	slot   backend.Mem  // slot of this end
@@ -61,8 +59,8 @@ type exchangeMemory struct {
 	void   backend.Mem         // flag in pinned host memory: sends are invalid
 	sends  []backend.FlagWrite // the words that a send writes, in this order; nil before the first
 	copies []backend.GatedCopy // of a receive; nil before the first
-	ahead  *aheadStream        // the next receive was queued there; nil if it was not
 	since  [6]uintptr          // the point after the latest captured send
+	beside uintptr             // the stream of captured receives; 0 before the first
 }
 
 // peerMemory is the memory that an end and one of its peers share.
@@ -91,9 +89,6 @@ func (m *memory) open(b backend.Backend) error {
 		return err
 	}
 	if m.release, err = d.NewStream(); err != nil {
-		return err
-	}
-	if err = m.ahead.open(d); err != nil {
 		return err
 	}
 	m.buffers = backend.NewPool(poolBytes, b.Alloc, b.Free).For(b)
@@ -258,9 +253,8 @@ func (w *exchangeMemory) copyPrivate(s uintptr) error {
 	return nil
 }
 
-// send queues a send in stream s, and if ahead is set, the receive of its answers in another one. A server does not set it: its next round
-// may begin much later, and until then a call that waits for the whole device would not return.
-func (w *exchangeMemory) send(s uintptr, captures, ahead bool) error {
+// send queues a send in stream s.
+func (w *exchangeMemory) send(s uintptr, captures bool) error {
 	if err := w.copyPrivate(s); err != nil {
 		return err
 	}
@@ -280,59 +274,37 @@ func (w *exchangeMemory) send(s uintptr, captures, ahead bool) error {
 	}
 	if captures {
 		w.since = point(w.m.dev, s)
-		return nil
 	}
-	if !ahead {
-		return nil
-	}
-	return w.receiveAhead(s)
+	return nil
 }
 
-// receiveAhead queues the next receive in a stream of the library, behind what is queued in stream s, unless none of these streams is free.
-func (w *exchangeMemory) receiveAhead(s uintptr) error {
-	a := w.m.ahead.take(w.m.dev, s)
-	if a == nil {
-		return nil
-	}
-	w.ahead = a
-	if err := w.m.dev.Follow(a.stream, s); err != nil {
-		return err
-	}
-	return w.receiveIn(a.stream)
-}
-
-// receive queues a receive in stream s, or makes s wait for the one that was queued ahead. A captured receive is beside the work that was
-// captured in s since the send before it, if that is in the same graph.
+// receive queues a receive in stream s. A captured one is beside the work that was captured in s since the send before it, if that is in
+// the same graph.
 func (w *exchangeMemory) receive(s uintptr, captures bool) error {
-	d := w.m.dev
-	if a := w.ahead; a != nil {
-		w.ahead = nil
-		defer w.m.ahead.put(a, s)
-		return d.Follow(s, a.stream)
-	}
 	if captures {
-		if now := point(d, s); now[0] != 0 && now[0] == w.since[0] && now != w.since {
-			if b := w.m.ahead.take(d, s); b != nil {
-				defer w.m.ahead.put(b, s)
-				return w.receiveBeside(s, b.stream)
-			}
+		if now := point(w.m.dev, s); now[0] != 0 && now[0] == w.since[0] && now != w.since {
+			return w.receiveBeside(s)
 		}
 	}
 	return w.receiveIn(s)
 }
 
-// receiveBeside captures a receive in stream b, behind the send before it, and makes stream s wait for it.
-func (w *exchangeMemory) receiveBeside(s, b uintptr) error {
+// receiveBeside captures a receive in another stream, behind the send before it, and makes stream s wait for it.
+func (w *exchangeMemory) receiveBeside(s uintptr) (err error) {
 	d := w.m.dev
-	err := d.Follow(b, s)
-	if err == nil {
-		err = d.Rewind(b, w.since)
+	if w.beside == 0 {
+		if w.beside, err = d.NewStream(); err != nil {
+			return err
+		}
+	}
+	if err = d.Follow(w.beside, s); err == nil {
+		err = d.Rewind(w.beside, w.since)
 	}
 	if err == nil {
-		err = w.receiveIn(b)
+		err = w.receiveIn(w.beside)
 	}
 	if err == nil {
-		err = d.Follow(s, b)
+		err = d.Follow(s, w.beside)
 	}
 	return err
 }
@@ -344,25 +316,6 @@ func point(d device, s uintptr) [6]uintptr {
 		return [6]uintptr{}
 	}
 	return at
-}
-
-// settle waits until a receive that was queued ahead has ended, and returns true. If the device does not answer within silence, it returns
-// false.
-func (w *exchangeMemory) settle() bool {
-	a := w.ahead
-	if a == nil {
-		return true
-	}
-	for begun := clock.Now(); ; clock.Sleep(maxPause) {
-		if idle, err := w.m.dev.Idle(a.stream); idle || errors.Is(err, backend.ErrDeviceLost) {
-			w.ahead = nil
-			w.m.ahead.put(a, a.before)
-			return true
-		}
-		if clock.Since(begun) >= silence {
-			return false
-		}
-	}
 }
 
 // receiveIn queues a receive in stream s: it waits for all peers, and copies from all at the same time.
@@ -422,11 +375,14 @@ func (w *exchangeMemory) end() error {
 
 // free releases the waiting streams of the exchange.
 func (w *exchangeMemory) free() (err error) {
+	for i := range w.peers { // gates first: a receive whose flags are released copies nothing
+		if err == nil {
+			err = w.peers[i].gate.Release(w.m.dev, w.m.release)
+		}
+	}
 	for i := range w.peers {
-		for _, f := range []gpusync.Flag{w.peers[i].flag, w.peers[i].gate} {
-			if err == nil {
-				err = f.Release(w.m.dev, w.m.release)
-			}
+		if err == nil {
+			err = w.peers[i].flag.Release(w.m.dev, w.m.release)
 		}
 	}
 	return err

@@ -141,7 +141,7 @@ class Channels:
         return False
 
     def stale(self):
-        """Whether a CUDA graph contains an exchange that close() has ended. Its replays copy old bytes and wait for nobody."""
+        """Whether a CUDA graph contains an exchange that close() has ended. Its replays copy nothing and wait for nobody."""
         return not self._captured.issubset(self._all.values())
 
     def close(self):

@@ -1,0 +1,85 @@
+package streams_test
+
+import (
+	"errors"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/tests/testcluster"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// answers queues a round of a server in stream, whose answer is the first push plus one.
+func (s *ends) answers(t *testing.T, p *pair, stream af.Stream) {
+	t.Helper()
+	y := p.ys[0]
+	err := y.QueueReceive(stream)
+	s.servers[0].dev.Queue(uintptr(stream), func() { fill(p.out[0][0], p.got[0][0][0]+1) })
+	if err := errors.Join(err, y.QueueSend(stream)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestCapturedBeside: in a graph, an exchange receives beside the work that follows its send, unless there is none.
+func TestCapturedBeside(t *testing.T) {
+	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
+	s.captured = true
+	w := s.workers[0]
+	pairs := []*pair{s.prepare(t, 10, 10)[0], s.prepare(t, 10, 10)[0]}
+	g := w.dev.Capture(stream)
+	round, wrong := byte(0), 0
+	w.dev.Queue(stream, func() { round++ })
+	for layer := range byte(3) {
+		for _, p := range pairs {
+			w.dev.Queue(stream, func() { fill(p.push[0], round+layer) })
+			if err := p.x.QueueSend(stream); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, p := range pairs {
+			if err := p.x.QueueReceive(stream); err != nil {
+				t.Fatal(err)
+			}
+			w.dev.Queue(stream, func() {
+				if p.pull[0][9] != round+layer+1 {
+					wrong++
+				}
+			})
+		}
+	}
+	g.End()
+	if n := g.Rewound(); n != 6 {
+		t.Errorf("%d receives are beside other work, want 6", n)
+	}
+	for range 4 {
+		g.Replay(stream)
+		for range 3 {
+			for _, p := range pairs {
+				s.answers(t, p, stream)
+			}
+		}
+		w.dev.Settle(t, stream)
+	}
+	if wrong > 0 || round != 4 {
+		t.Errorf("%d wrong answers in %d replays, want 4", wrong, round)
+	}
+}
+
+// TestEndCopiesNothing: a receive that the end of an exchange releases leaves its tensors as they are.
+func TestEndCopiesNothing(t *testing.T) {
+	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
+	p := s.prepare(t, 10, 10)[0]
+	if err := errors.Join(p.x.QueueSend(stream), p.x.QueueReceive(stream)); err != nil {
+		t.Fatal(err)
+	}
+	fill(p.out[0][0], 99)
+	fill(p.pull[0], 7)
+	_ = p.ys[0].Close()
+	if err := over(t, p.x); !errors.Is(err, van.ErrClosed) {
+		t.Errorf("%v, want %v", err, van.ErrClosed)
+	}
+	s.workers[0].dev.Settle(t, stream)
+	if got := p.pull[0][9]; got != 7 {
+		t.Errorf("the tensor has %d after the end, want 7", got)
+	}
+}
