@@ -383,6 +383,50 @@ func TestClose(t *testing.T) {
 	}
 }
 
+// connecting is an inner van whose Send waits for a connection until Close.
+type connecting struct {
+	sink
+	sends, closes chan struct{}
+}
+
+func (c *connecting) Send(*van.Message) error {
+	c.sends <- struct{}{}
+	<-c.closes
+	return van.ErrClosed
+}
+
+func (c *connecting) Close(context.Context) error { close(c.closes); return nil }
+
+// TestCloseWhileConnecting: Close does not wait beyond its context for the Send of a queued message. All queued messages end.
+func TestCloseWhileConnecting(t *testing.T) {
+	s := &connecting{sends: make(chan struct{}, 3), closes: make(chan struct{})}
+	v := New(s, Options{})
+	v.SetRates(Rates{Peers: map[int]int64{9: slow}})
+	var done [3]chan struct{}
+	for i := range done {
+		done[i] = make(chan struct{})
+		m := message(9, 5, i, 10000)
+		m.Done = completion{done[i]}
+		send(t, v, m)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	closed := make(chan error, 1)
+	go func() { closed <- v.Close(ctx) }()
+	<-s.sends
+	cancel()
+	select {
+	case err := <-closed:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(30 * time.Second):
+		t.Fatal("Close still waits")
+	}
+	for _, d := range done {
+		<-d
+	}
+}
+
 // TestCloseUnderLoad: Close ends although other goroutines continue to send.
 func TestCloseUnderLoad(t *testing.T) {
 	s := &sink{}
