@@ -116,8 +116,8 @@ func (a *acceptor) serve(c net.Conn) {
 		_ = unix.Close(fd)
 		return
 	}
-	in := &inConn{n: a.n, from: a.peers.sender(h.id), fd: fd, tls: detach(conn, fd, false)}
-	in.Process = processOf(h.own)
+	in := &inConn{n: a.n, fd: fd, tls: detach(conn, fd, false)}
+	in.From, in.Process = h.id, processOf(h.own)
 	verdict := a.peers.enter(in, &h)
 	a.n.say(conn, verdict)
 	if verdict != verdictYes {

@@ -428,7 +428,7 @@ func TestHeldAreFew(t *testing.T) {
 		if err != nil {
 			t.Skipf("this machine has no more descriptors: %v", err)
 		}
-		if v := p.enter(&inConn{Inbound: links.Inbound{Process: processOf(uint32(i))}, n: &server.own, from: p.sender(11), fd: fd}, &hello{}); v != verdictYes {
+		if v := p.enter(&inConn{Inbound: links.Inbound{From: 11, Process: processOf(uint32(i))}, n: &server.own, fd: fd}, &hello{}); v != verdictYes {
 			t.Fatalf("connection %d: verdict %d", i, v)
 		}
 	}
@@ -469,7 +469,7 @@ func TestEndOfHold(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			in := &inConn{Inbound: links.Inbound{Process: processOf(1)}, n: &server.own, from: p.sender(9), fd: fd}
+			in := &inConn{Inbound: links.Inbound{From: 9, Process: processOf(1)}, n: &server.own, fd: fd}
 			if v := p.enter(in, &hello{}); v != verdictYes {
 				t.Fatalf("verdict %d, want a connection that waits", v)
 			}

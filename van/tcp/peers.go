@@ -70,15 +70,15 @@ func (p *peers) senderLocked(id int) *sender {
 func (p *peers) enter(c *inConn, h *hello) verdict {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
-	c.from = p.senderLocked(c.from.id) // the end of another connection of an unknown process may have removed the sender
-	c.From, c.again = c.from.id, h.again
+	c.from, c.again = p.senderLocked(c.From), h.again
 	if h.afterMarks {
 		c.Marks.Await(markOf(h.number), func() { p.EndMarks(c, slog.LevelWarn) })
 	}
-	switch err := p.EnterLocked(c); {
-	case errors.Is(err, van.ErrReplaced):
-		return verdictReplaced
-	case err != nil:
+	if err := p.EnterLocked(c); err != nil {
+		p.forget(c)
+		if errors.Is(err, van.ErrReplaced) {
+			return verdictReplaced
+		}
 		return verdictClosed
 	}
 	if h.afterMarks {

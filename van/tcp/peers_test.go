@@ -222,7 +222,7 @@ func TestLateHello(t *testing.T) {
 	}
 }
 
-// TestClaimedIDs: after the connections of unknown processes have ended, the ids that these processes claimed use no memory. The order of
+// TestClaimedIDs: after the connections of unknown processes have ended or were refused, the ids that these processes claimed use no memory. The order of
 // a member's messages is kept: some of them may not have been delivered.
 func TestClaimedIDs(t *testing.T) {
 	p := start(t, 8, nil).peers
@@ -234,7 +234,7 @@ func TestClaimedIDs(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		c := &inConn{n: p.n, from: p.sender(1000 + i/2), Inbound: links.Inbound{Process: processOf(uint32(1<<20 + i))}, fd: fd}
+		c := &inConn{n: p.n, Inbound: links.Inbound{From: 1000 + i/2, Process: processOf(uint32(1<<20 + i))}, fd: fd}
 		if v := p.enter(c, &hello{}); v != verdictYes {
 			t.Fatalf("connection %d: verdict %d", i, v)
 		}
@@ -242,6 +242,17 @@ func TestClaimedIDs(t *testing.T) {
 	}
 	for _, c := range all {
 		p.EndHold(c)
+	}
+	for _, incarnation := range []uint32{1, 2} {
+		n := &peer{}
+		n.Init(999, processOf(incarnation), incarnation)
+		p.Connect(n)
+	}
+	for id := range 100 { // a replaced process claims ids, and is refused
+		c := &inConn{n: p.n, Inbound: links.Inbound{From: 2000 + id, Process: processOf(1)}, fd: -1}
+		if v := p.enter(c, &hello{}); v != verdictReplaced {
+			t.Fatalf("id %d: verdict %d", 2000+id, v)
+		}
 	}
 	if n := len(p.senders); n != 1 || p.senders[1000] != member {
 		t.Errorf("%d ids are kept, want that of the member", n)
