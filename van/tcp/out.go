@@ -70,7 +70,7 @@ const (
 	maxParts = 64
 	// maxQueue bounds the entries that wait for one peer, besides STEPAF_SEND_BUDGET.
 	maxQueue = 65536
-	// keepBuf is the capacity of buf that an idle connection keeps.
+	// keepBuf is the capacity of buf that an idle connection keeps. If buf has more, the queue is not kept either.
 	keepBuf = 64 << 10
 )
 
@@ -330,7 +330,7 @@ func (c *outConn) written(n int) {
 		clear(c.queue)
 		c.queue, c.read = c.queue[:0], 0
 		if c.buf = c.buf[:0]; cap(c.buf) > keepBuf {
-			c.buf = nil
+			c.buf, c.queue = nil, nil
 		}
 		return
 	}
@@ -445,6 +445,7 @@ func (c *outConn) Close() (lost int) {
 			lost++
 		}
 	}
+	lost = max(lost, min(c.tls.pending(), 1)) // an encrypted message has left the queue
 	c.end()
 	return lost
 }

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"unsafe"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/stepaf/stepaf-go/tests/vantest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -288,6 +290,34 @@ func TestFull(t *testing.T) {
 		o.buf, o.read, o.lent, o.queue = make([]byte, c.encoded), c.written, c.lent, make([]outEntry, c.messages)
 		if o.full() != c.full {
 			t.Errorf("%+v: full %t", c, o.full())
+		}
+	}
+}
+
+// TestLongQueueIsFreed: a connection that was stuck keeps no memory of its long queue when all is written.
+func TestLongQueueIsFreed(t *testing.T) {
+	c := newOutConn(&common{cfg: env.Default()}, &new(peer).Peer, -1, nil)
+	c.buf, c.queue = make([]byte, 32*maxQueue), make([]outEntry, maxQueue)
+	for i := range c.queue {
+		c.queue[i].front = 32
+	}
+	c.written(len(c.buf))
+	if cap(c.buf) > 0 || cap(c.queue) > 0 {
+		t.Errorf("it keeps %d bytes and %d entries", cap(c.buf), cap(c.queue))
+	}
+}
+
+// TestLostWithTLS: a message that is encrypted and not written counts as lost when its connection is closed.
+func TestLostWithTLS(t *testing.T) {
+	for _, queued := range []int{0, 1, 2} {
+		fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c := newOutConn(&common{cfg: env.Default()}, &new(peer).Peer, fd, func(int) {})
+		c.tls, c.queue = &encrypted{under: &socket{out: make([]byte, 10), written: 4}}, make([]outEntry, queued)
+		if lost := c.Close(); lost != max(queued, 1) {
+			t.Errorf("%d messages in the queue: %d are lost", queued, lost)
 		}
 	}
 }
