@@ -144,7 +144,7 @@ func cutBatch(t *testing.T, options func(*van.Options)) {
 	}
 	c := worker.peers.Of(8).Link()
 	c.mu.Lock()
-	c.fail(errClosed)
+	c.fail(errGone)
 	c.mu.Unlock()
 	if done.Load() != 6 || h.n.Load() != 0 {
 		t.Errorf("given back %d times, want 6; %d users are left", done.Load(), h.n.Load())

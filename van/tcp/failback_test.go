@@ -287,7 +287,7 @@ func TestMarksAgain(t *testing.T) {
 	worker.must(dataMessage(8, -1, true, true, nil)) // is lost
 	c := worker.peers.Of(8).Link()
 	c.mu.Lock()
-	c.fail(errClosed)
+	c.fail(errGone)
 	c.mu.Unlock()
 	vantest.Eventually(t, limit, "the loss and the return are reported", func() bool { return worker.told("8 false", "8 true") })
 	vantest.Eventually(t, limit, "so are they at the receiver", func() bool { return server.told("9 false", "9 true") })

@@ -70,19 +70,19 @@ type inConn struct {
 	fd   int
 	tls  *encrypted // nil without STEPAF_TLS
 
-	buf     []byte
-	r, w    int            // buf[r:w] is received and not parsed
-	cur     *inbound       // the message whose values are being read
-	part    int            // the part of cur, a batch, whose value is being read
-	place   *landing.Place // of the value that is being read, or nil
-	rest    []byte         // memory for the rest of that value, or for a part of it
-	later   int            // bytes of that value that have no memory yet
-	discard int            // bytes of it that are read and dropped
-	got     int            // bytes that the last call of read has received
-	ready   bool           // it is in source.ready
-	empty   bool           // the socket had nothing more when it was read last
-	hangup  bool           // the peer has closed the connection: it is read to its end
-	cause   error          // why it has ended
+	buf       []byte
+	r, w      int            // buf[r:w] is received and not parsed
+	cur       *inbound       // the message whose values are being read
+	part      int            // the part of cur, a batch, whose value is being read
+	place     *landing.Place // of the value that is being read, or nil
+	rest      []byte         // memory for the rest of that value, or for a part of it
+	later     int            // bytes of that value that have no memory yet
+	discard   int            // bytes of it that are read and dropped
+	got       int            // bytes that the last call of read has received
+	ready     bool           // it is in source.ready
+	empty     bool           // the socket had nothing more when it was read last
+	hangup    bool           // the peer has closed the connection: it is read to its end
+	malformed error          // the error of a message, which ends it
 
 	mu            sync.Mutex // held while bytes are read
 	fenced        bool       // no further message is delivered: another process has the sender's id, or a later connection has replaced this one; mu, peers.Mu
@@ -110,8 +110,6 @@ const (
 	ended                   // the connection has ended
 )
 
-var errClosed = errors.New("its connection was closed")
-
 // read reads until a message is complete, the socket has nothing more, or others have their turn.
 func (c *inConn) read() (*inbound, outcome) {
 	c.mu.Lock()
@@ -123,7 +121,7 @@ func (c *inConn) read() (*inbound, outcome) {
 		p, err := c.parse()
 		switch {
 		case err != nil:
-			c.cause = err
+			c.malformed = err
 			return nil, ended
 		case p != nil:
 			return p, message
@@ -140,11 +138,7 @@ func (c *inConn) read() (*inbound, outcome) {
 			return nil, drained
 		case err == unix.EINTR:
 			continue
-		case err != nil:
-			c.cause = err
-			return nil, ended
-		case n == 0:
-			c.cause = errClosed
+		case err != nil, n == 0:
 			return nil, ended
 		}
 		raceReceived()
@@ -424,6 +418,3 @@ func (c *inConn) grow() {
 	defer c.n.mu.Unlock()
 	c.n.keep(full)
 }
-
-// size is the number of bytes in the message's frames.
-func (p *inbound) size() int { return p.msg.PayloadLen() }

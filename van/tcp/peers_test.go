@@ -126,7 +126,7 @@ func TestBrokenBeforeAdmit(t *testing.T) {
 	waits(0)
 	c := other.peers.Of(8).Link()
 	c.mu.Lock()
-	c.fail(errClosed)
+	c.fail(errGone)
 	c.mu.Unlock()
 	waits(1)
 	vantest.Eventually(t, limit, "the next connection", func() bool { return other.told("8 false", "8 true") })

@@ -5,6 +5,7 @@ package tcp
 import (
 	"bytes"
 	"context"
+	"io"
 	"math"
 	"net"
 	"runtime"
@@ -344,6 +345,34 @@ func malformed(t *testing.T, options func(*van.Options)) {
 			worker.must(dataMessage(8, 1, true, true, []byte("member")))
 			server.next().Release()
 		})
+	}
+}
+
+// TestMalformedFewLines: a peer cannot invent causes of log lines with texts in malformed messages.
+func TestMalformedFewLines(t *testing.T) {
+	worker, server := pair(t, nil)
+	const tries = 40
+	for i := range tries {
+		m := van.Message{}
+		m.Reset()
+		host := strings.Repeat(string('a'+rune(i%26))+string('a'+rune(i/26)), van.MaxHostnameLen/2)
+		m.Control = van.Control{Cmd: van.AddNode, Nodes: []van.Node{{Hostname: host}}}
+		meta, err := m.AppendTo(nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for at := bytes.Index(meta, []byte(host)) + len(host); meta[at] == 0 && at < len(meta)-1; at++ {
+			meta[at] = 'x'
+		}
+		conn := dialRaw(t, worker, server)
+		if _, err := conn.Write(append((&head{meta: len(meta)}).append(nil), meta...)); err != nil {
+			t.Fatal(err)
+		}
+		_, _ = io.Copy(io.Discard, conn) // until the server ends it
+	}
+	vantest.Eventually(t, limit, "all are counted", func() bool { return server.Stats().Malformed == tries })
+	if n := strings.Count(server.log.String(), "a connection for data ends"); n < 1 || n > 6 {
+		t.Errorf("%d lines of %d tries, want those of the 1st, 2nd, 4th, ...:\n%s", n, tries, server.log.String())
 	}
 }
 

@@ -1,7 +1,6 @@
 package tcp
 
 import (
-	"errors"
 	"maps"
 	"slices"
 	"sync"
@@ -185,7 +184,6 @@ func (s *source) Take(_ time.Duration, poll bool) (*inbound, *engine.PeerQueue[*
 		if found != engine.Nothing || try > 0 || !s.poll() {
 			break
 		}
-		found = engine.Nothing
 	}
 	if s.next < 0 {
 		s.next = 0
@@ -199,9 +197,9 @@ func (s *source) end(c *inConn) {
 		s.n.release(c.cur)
 		c.cur, c.rest, c.place = nil, nil, nil
 	}
-	if field := (*van.FieldError)(nil); errors.As(c.cause, &field) {
+	if c.malformed != nil {
 		s.n.stats.malformed.Add(1)
-		s.n.rarely(logx.Kind(c.cause)).Warn("a connection for data ends", "peer", van.NodeName(c.from.id), "err", c.cause)
+		s.n.rarely(logx.PeerKind(c.malformed)).Warn("a connection for data ends", "peer", van.NodeName(c.from.id), "err", c.malformed)
 	}
 	s.remove(c.fd)
 	s.left(c)
@@ -269,7 +267,7 @@ func (s *source) Deliver(p *inbound, inPoll bool) {
 	}
 	s.n.adopt(p)
 	p.msg.InPoll = inPoll
-	s.n.stats.received(p.size())
+	s.n.stats.received(p.msg.PayloadLen())
 	s.deliver(&p.msg)
 	p.msg.Release()
 }
