@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"runtime"
 	"sync"
 	"syscall"
@@ -104,7 +105,7 @@ func (c *outConn) send(msg *van.Message) error {
 		return errGone
 	}
 	if c.full() {
-		c.flush()
+		c.flush(math.MaxInt)
 		switch {
 		case c.gone:
 			return errGone
@@ -135,7 +136,7 @@ func (c *outConn) send(msg *van.Message) error {
 	}
 	c.put(msg, start)
 	if !c.blocked {
-		c.flush()
+		c.flush(math.MaxInt)
 	}
 	return nil
 }
@@ -207,19 +208,17 @@ func (c *outConn) refuse() error {
 		van.ErrQueueFull, c.unsent(), len(c.queue), budget, maxQueue)
 }
 
-// resume continues to write when the socket accepts more. The holder of the feed calls it.
-func (c *outConn) resume() {
+// resume continues to write when the socket accepts more, and reports whether it has stopped early, since others have their turn. The
+// holder of the feed calls it.
+func (c *outConn) resume() (more bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.blocked && !c.gone {
-		c.blocked = false
-		c.flush()
-	}
+	return c.blocked && !c.gone && c.flush(turnLimit)
 }
 
-// flush writes until nothing is left or the socket takes no more. c.mu is held.
-func (c *outConn) flush() {
-	for len(c.queue) > 0 || c.tls.pending() > 0 {
+// flush writes until nothing is left, the socket takes no more, or most bytes are written; in this case it returns true. c.mu is held.
+func (c *outConn) flush(most int) (more bool) {
+	for most > 0 && (len(c.queue) > 0 || c.tls.pending() > 0) {
 		n := c.parts()
 		if n == 0 && c.tls.pending() == 0 {
 			c.written(0)
@@ -229,15 +228,18 @@ func (c *outConn) flush() {
 		switch {
 		case err == unix.EAGAIN:
 			c.blocked = true
-			return
+			return false
 		case err == unix.EINTR:
 			continue
 		case err != nil:
 			c.fail(err)
-			return
+			return false
 		}
 		c.written(wrote)
+		most -= wrote
 	}
+	c.blocked = len(c.queue) > 0 || c.tls.pending() > 0
+	return c.blocked
 }
 
 // parts lists what is to be written next, and returns how many parts that are. c.mu is held.
@@ -417,8 +419,7 @@ func (c *outConn) Linger(ctx context.Context) {
 	for {
 		c.mu.Lock()
 		if !c.gone {
-			c.blocked = false
-			c.flush()
+			c.flush(math.MaxInt)
 		}
 		over := c.gone || len(c.queue) == 0 && c.tls.pending() == 0
 		c.mu.Unlock()
