@@ -38,7 +38,7 @@ type sender struct {
 }
 
 // maxOpen is the maximum number of incomplete batches of a worker, and of its pending messages. Beyond it the oldest
-// batch is dropped.
+// one is dropped.
 const maxOpen = 1024
 
 // refused is a batch that will never be complete, and why.
@@ -164,17 +164,17 @@ func (x *sender) accept(msg *van.Message) error {
 		return err
 	}
 	if err != nil {
-		switch limit := s.node.Config().RecvBudgetPeer; {
-		case s.reorders && x.keep(msg, limit):
-			x.pendingCount.Add(1)
-			err = nil
-		case s.reorders:
-			err = fmt.Errorf("%w: %d messages of %d bytes wait for those that they follow, want at most %d, and %d bytes (STEPAF_RECV_BUDGET_PEER)",
-				van.ErrQueueFull, len(x.pending), x.pendingBytes, maxOpen, limit)
+		var oldest []*van.Message
+		if s.reorders {
+			oldest, err = x.keep(msg), nil
 		}
 		x.mu.Unlock()
-		if s.reorders && err != nil {
-			s.refuse(msg, err)
+		for _, m := range oldest {
+			err := fmt.Errorf("%w: too many messages wait for those that they follow, want at most %d, and %d bytes (STEPAF_RECV_BUDGET_PEER)",
+				van.ErrQueueFull, maxOpen, s.node.Config().RecvBudgetPeer)
+			s.refuse(m, err)
+			s.node.Rarely("af: pending messages").Warn("dropped a message that waited for the one before it", "err", err, "from", s.node.PeerName(m.Sender), "message", &m.Meta)
+			m.Release()
 		}
 		return err
 	}
@@ -297,15 +297,22 @@ func (x *sender) refuse(b *batchState, why error) {
 	x.refusals = append(x.refusals, refused{b, why})
 }
 
-// keep keeps a message that continues no open batch, within the limit. A message that was lost and sent again arrives
-// after its successors, and so does, over RDMA, a message with a new key from a C++ worker. x.mu is held.
-func (x *sender) keep(msg *van.Message, limit int) bool {
-	if len(x.pending) >= maxOpen || x.pendingBytes+msg.PayloadLen() > limit {
-		return false
+// keep keeps a message that continues no open batch. A message that was lost and sent again arrives after its successors, and so does, over
+// RDMA, a message with a new key from a C++ worker. Beyond the limits keep returns the oldest messages, which it no longer keeps: their
+// batches were probably refused. The caller releases them. x.mu is held.
+func (x *sender) keep(msg *van.Message) (oldest []*van.Message) {
+	limit, n := x.s.node.Config().RecvBudgetPeer, 0
+	if msg.PayloadLen() > limit {
+		return []*van.Message{msg.Retain()}
 	}
-	x.pendingBytes += msg.PayloadLen()
 	x.pending = append(x.pending, msg.Retain())
-	return true
+	for x.pendingBytes += msg.PayloadLen(); len(x.pending)-n > maxOpen || x.pendingBytes > limit; n++ {
+		x.pendingBytes -= x.pending[n].PayloadLen()
+	}
+	oldest = slices.Clone(x.pending[:n])
+	x.pending = slices.Delete(x.pending, 0, n)
+	x.pendingCount.Add(int32(1 - n))
+	return oldest
 }
 
 // unhold returns a pending message that is now the next one, or nil. The caller releases it.

@@ -215,3 +215,42 @@ func TestHeldOfALostWorker(t *testing.T) {
 	eventually(t, "the server has forgotten them", func() bool { n, bytes := af.Held(s, id); return n == 0 && bytes == 0 })
 	works(t, newWorker(t, c.Workers[0]), 1)
 }
+
+// TestHeldOfRefusedBatches: a C++ worker sends the rest of a batch that was refused, and never cancels it. The server keeps the latest of
+// such messages only: the messages of a later batch may still overtake each other.
+func TestHeldOfRefusedBatches(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.Resend = true }})
+	complete := make(chan int, 4)
+	s := serve(t, c.Servers[0], func(b af.Batch) {
+		complete <- len(b.Pushes())
+		if err := b.Respond(nil); err != nil {
+			t.Error(err)
+		}
+	})
+	send := func(ts int32, flag van.BatchFlag) {
+		t.Helper()
+		if err := (*cluster.Node)(c.Workers[0]).App().Send(rawPush(ts, flag, make([]byte, 64))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const most = 1024
+	for i := range int32(most) {
+		send(10*i+5, van.BatchEnd)
+	}
+	id := van.WorkerID(0)
+	eventually(t, "the server holds them", func() bool { n, bytes := af.Held(s, id); return n == most && bytes == most*72 })
+	send(100_001, van.BatchEnd)
+	send(100_000, van.BatchStart)
+	select {
+	case n := <-complete:
+		if n != 2 {
+			t.Errorf("the batch has %d tensors, want 2", n)
+		}
+	case <-time.After(20 * time.Second):
+		t.Fatal("the batch whose messages have overtaken each other is not complete")
+	}
+	if n, bytes := af.Held(s, id); n != most-1 || bytes != (most-1)*72 {
+		t.Errorf("the server holds %d messages of %d bytes, want %d and %d", n, bytes, most-1, (most-1)*72)
+	}
+	testcluster.Counted(t, c.Servers[0], postoffice.Stats{RefusedRequests: 1})
+}
