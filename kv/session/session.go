@@ -69,6 +69,13 @@ func Open(ctx context.Context, node *postoffice.Node, o Options) (*Session, erro
 		return nil, wrong(s.node, "open", err)
 	}
 	s.watch = s.node.OnPeer(s.peer)
+	go func() {
+		select {
+		case <-s.node.Ended():
+			s.fail(s.node.Alive())
+		case <-s.Failed():
+		}
+	}()
 	err := s.invite(ctx)
 	if err == nil {
 		err = s.calls.tellAtEnd(wantAbort) // all ranks have joined

@@ -424,6 +424,20 @@ func TestManyKilled(t *testing.T) {
 	works(t, s, ended)
 }
 
+// TestNodeOfTheControllerEnds: a session without a call under way fails when the controller's node ends.
+func TestNodeOfTheControllerEnds(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	serve(t, c, standard(t))
+	s := open(t, c)
+	c.Workers[0].Close()
+	select {
+	case <-s.Failed():
+	case <-limit(t).Done():
+		t.Fatal("the session has not failed")
+	}
+	vantest.Fails(t, s.Err(), van.ErrClosed, "worker 0")
+}
+
 // TestLostRank: the loss of a rank fails the session at once, and the others' Serve. A replacement process has no
 // part in it, and a new session can be opened.
 func TestLostRank(t *testing.T) {
