@@ -157,18 +157,24 @@ type graphs struct {
 	node    cluster.App
 	spin    time.Duration
 	closing atomic.Bool
-	turn    atomic.Uint64 // clock.Now of the goroutine's last pass
+	turn    atomic.Uint64 // clock.Now of the goroutine's last pass; 0 before the first exchange
 
-	mu    sync.Mutex                  // held to change the fields below; locked before the mu of a Prepared
 	all   atomic.Pointer[[]*replayed] // replaced, never modified
-	page  gpusync.Page                // of pinned memory, for flags
-	ended chan struct{}               // nil before the first exchange
+	ended chan struct{}
+
+	adding sync.Mutex   // held while an exchange is added, also while the driver blocks; locked before the mu of a Prepared
+	page   gpusync.Page // of pinned memory, for flags
+}
+
+func (g *graphs) init(node cluster.App) {
+	g.node, g.spin, g.ended = node, node.Config().BusyPoll.Spin(), make(chan struct{})
+	g.all.Store(&[]*replayed{})
 }
 
 // add makes x a replayed exchange.
 func (g *graphs) add(x *Prepared) (*rounds, error) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
+	g.adding.Lock()
+	defer g.adding.Unlock()
 	if r := x.byStream.Load(); r != nil {
 		return r, nil
 	}
@@ -193,31 +199,32 @@ func (g *graphs) add(x *Prepared) (*rounds, error) {
 	if closed {
 		return nil, fmt.Errorf("exchange of %s: %w", x.tensors(), van.ErrClosed)
 	}
-	all := append(slices.Clone(g.exchanges()), &replayed{x: x, rounds: r})
-	g.all.Store(&all)
-	if g.ended == nil {
-		g.ended = make(chan struct{})
-		g.turn.Store(clock.Now())
+	g.change(func(all []*replayed) []*replayed { return append(all, &replayed{x: x, rounds: r}) })
+	if g.turn.CompareAndSwap(0, clock.Now()) {
 		go g.run()
-		go g.watch(g.ended)
+		go g.watch()
 	}
 	return r, nil
 }
 
 // exchanges returns the present replayed exchanges.
-func (g *graphs) exchanges() []*replayed {
-	if all := g.all.Load(); all != nil {
-		return *all
+func (g *graphs) exchanges() []*replayed { return *g.all.Load() }
+
+// change replaces the exchanges by the result of f, which gets a copy of the list.
+func (g *graphs) change(f func([]*replayed) []*replayed) {
+	for {
+		old := g.all.Load()
+		if all := f(slices.Clone(*old)); g.all.CompareAndSwap(old, &all) {
+			return
+		}
 	}
-	return nil
 }
 
 // drop ends the rounds of r, whose exchange is closed and has no round under way.
 func (g *graphs) drop(r *replayed) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	all := slices.DeleteFunc(slices.Clone(g.exchanges()), func(x *replayed) bool { return x == r })
-	g.all.Store(&all)
+	g.change(func(all []*replayed) []*replayed {
+		return slices.DeleteFunc(all, func(x *replayed) bool { return x == r })
+	})
 	r.rounds.ended.Store(idle)
 }
 
@@ -272,7 +279,7 @@ func (g *graphs) run() {
 // watch releases streams if the goroutine makes no progress within the limit of a round, until the goroutine has
 // ended. That happens if a call of the driver blocks until a stream continues that itself waits for a round, for
 // example because the driver's queue is full of replays. watch does not call the driver.
-func (g *graphs) watch(over <-chan struct{}) {
+func (g *graphs) watch() {
 	gpusync.Watch(func() {
 		still := clock.Since(g.turn.Load())
 		for _, r := range g.exchanges() {
@@ -280,7 +287,7 @@ func (g *graphs) watch(over <-chan struct{}) {
 				r.rounds.release(still)
 			}
 		}
-	}, over, nil)
+	}, g.ended, nil)
 }
 
 // something reports whether a step of any exchange would make progress, apart from its limit.
@@ -299,14 +306,11 @@ func (g *graphs) something() bool {
 // close ends all rounds permanently, and thereby the waits of streams. The requests of the customer were failed
 // before. It reports whether the goroutine has ended.
 func (g *graphs) close() (done bool) {
-	g.mu.Lock()
 	g.closing.Store(true)
-	ended := g.ended
-	g.mu.Unlock()
-	if ended == nil {
+	if g.turn.Load() == 0 { // an exchange that is being added is not used
 		return true
 	}
-	done = gpusync.AwaitClose(ended) // not if the goroutine waits for the driver, or the caller is a callback of it
+	done = gpusync.AwaitClose(g.ended) // not if the goroutine waits for the driver, or the caller is a callback of it
 	for _, r := range g.exchanges() {
 		r.rounds.ended.Store(idle)
 	}

@@ -414,6 +414,63 @@ func TestReplayCloseBehindABlockedDriver(t *testing.T) {
 	close(block)
 }
 
+type simDevice = simgpu.Device
+
+// pinning is a device whose AllocPinned waits, while hold is set, until a stream has executed its work, as a driver may.
+type pinning struct {
+	*simDevice
+	hold    atomic.Bool
+	blocked chan struct{}
+}
+
+func (d *pinning) AllocPinned(n int) (backend.Mem, error) {
+	if n == 4096 && d.hold.Swap(false) { // a page of flags
+		over := make(chan struct{})
+		d.Queue(5, func() { close(over) })
+		close(d.blocked)
+		<-over
+	}
+	return d.simDevice.AllocPinned(n)
+}
+
+// TestReplayWhileAllocationBlocks: if the allocation of flags for another exchange blocks until a stream continues, rounds go on and
+// closed exchanges end. Close releases the streams, and thereby the allocation.
+func TestReplayWhileAllocationBlocks(t *testing.T) {
+	d := &replays{dev: simgpu.New(0)}
+	defer d.dev.Close()
+	pin := &pinning{simDevice: d.dev, blocked: make(chan struct{})}
+	d.Cluster = testcluster.Start(t, testcluster.Options{Backend: func(role string, _ int) backend.Backend {
+		return map[string]backend.Backend{"worker": pin}[role]
+	}})
+	d.w = newWorker(t, d.Workers[0])
+	var list [32]*prepared // their flags fill a page
+	for i := range list {
+		list[i] = d.prepare(t, 1, 8)
+		d.within(t, list[i], 6, 50*time.Millisecond)
+	}
+	list[0].round(t, 5, -1) // the server does not answer
+	pin.hold.Store(true)
+	another, added := d.prepare(t, 1, 8), make(chan error, 1)
+	go func() { added <- another.QueueStart(7) }()
+	<-pin.blocked
+	list[1].Close()
+	list[2].round(t, 6, 50*time.Millisecond)
+	d.dev.Settle(t, 6)
+	vantest.Fails(t, list[2].Check(), van.ErrTimeout, "no answer from server 0")
+	closed := make(chan struct{})
+	go func() {
+		d.w.Close()
+		close(closed)
+	}()
+	select {
+	case <-closed:
+		d.dev.Settle(t, 5)
+		vantest.Fails(t, <-added, van.ErrClosed)
+	case <-time.After(20 * time.Second):
+		t.Fatal("Close does not return")
+	}
+}
+
 // TestReplaysFirstQueued: of several goroutines that first queue something of an exchange at once, each finds it
 // complete.
 func TestReplaysFirstQueued(t *testing.T) {

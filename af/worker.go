@@ -45,7 +45,7 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 	c := &w.calls
 	c.node, c.servers, c.queue = w.node, w.node.Topology().ServerInstances(), streamqueue.New(node.Backend(), node.Config().BusyPoll)
 	c.revoker, _ = van.As[van.Invalidator]((*cluster.Node)(node).Van())
-	w.graphs.node, w.graphs.spin = w.node, node.Config().BusyPoll.Spin()
+	w.graphs.init(w.node)
 	var err error
 	c.customer, err = w.node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
 		w.node.Rarely("af: request to a worker").Warn("dropped a request: a tensor worker serves none",
