@@ -155,6 +155,8 @@ func (c *Cluster) Nodes() []*postoffice.Node {
 // other nodes that it has not answered fail with postoffice.ErrPeerLost. Kill returns when the scheduler has noticed the
 // loss, from when on the node can be replaced.
 func (c *Cluster) Kill(ctx context.Context, n *postoffice.Node) error {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
 	self, _ := (*cluster.Node)(n).App().Addresses()
 	c.network.Kill(fmt.Sprintf("127.0.0.1:%d", self[0]))
 	c.mu.Lock()

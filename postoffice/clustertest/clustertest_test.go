@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
@@ -152,4 +153,14 @@ func ExampleCluster_Kill() {
 	// Output:
 	// true
 	// server 0 (id 8) true <nil>
+}
+
+// TestKillNotNoticed: Kill does not wait without end for a loss that the scheduler cannot notice.
+func TestKillNotNoticed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := clustertest.Start(t, clustertest.Options{})
+		if err := c.Kill(t.Context(), c.Scheduler()); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("got %v, want an error that wraps DeadlineExceeded", err)
+		}
+	})
 }
