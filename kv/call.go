@@ -168,7 +168,6 @@ func (c *call[V]) send(ts int32, i int, keys []Key, vals []V, lens []int32) erro
 	m.Receiver = c.ids[i]
 	m.Request, m.Push, m.Head, m.Timestamp = true, c.push, c.cmd, ts
 	m.AppID, m.CustomerID = int32(c.w.customer.AppID()), int32(c.w.customer.ID())
-	m.Key, m.Option = 0, 0
 	v := backend.Slice(vals[p.v0:p.v1])
 	m.Addr, m.ValLen = v.Addr(), int32(p.v1-p.v0)
 	if v.Len() == 0 {

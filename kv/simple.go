@@ -71,13 +71,7 @@ type SimpleApp struct {
 func NewSimpleApp(node *postoffice.Node, o SimpleOptions) (*SimpleApp, error) {
 	a := newSimpleApp(node, o.AppID, o.Timeout, o.Handler)
 	a.own = true
-	c, err := a.node.AddServer(o.AppID, o.CustomerID, a.inbound, func(msg *van.Message) {
-		if !a.takes(msg) {
-			a.node.Rarely("kv: not a simple request").Warn("dropped a request: not one for a simple application",
-				"from", van.NodeName(msg.Sender), "message", &msg.Meta)
-			a.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, fmt.Errorf("%w: this application serves simple requests only", van.ErrInvalid))
-		}
-	})
+	c, err := a.node.AddServer(o.AppID, o.CustomerID, a.inbound, a.takesOnly("this application"))
 	if err != nil {
 		return nil, err
 	}
@@ -136,6 +130,17 @@ func (a *SimpleApp) takes(msg *van.Message) bool {
 		a.serve(msg)
 	}
 	return true
+}
+
+// takesOnly returns takes for an application, named who, that refuses all other requests.
+func (a *SimpleApp) takesOnly(who string) func(*van.Message) {
+	err := fmt.Errorf("%w: %s serves simple requests only", van.ErrInvalid, who)
+	return func(msg *van.Message) {
+		if !a.takes(msg) {
+			a.node.Rarely("kv: not a simple request").Warn("dropped a request", "err", err, "from", van.NodeName(msg.Sender), "message", &msg.Meta)
+			a.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, err)
+		}
+	}
 }
 
 // serve calls the handler with a request, or refuses it.

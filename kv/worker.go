@@ -51,13 +51,7 @@ func NewWorker[V Value](node *postoffice.Node, o WorkerOptions) (*Worker[V], err
 	}
 	w := &Worker[V]{node: (*cluster.Node)(node).App(), o: o, simple: newSimpleApp(node, o.AppID, o.Timeout, nil), servers: (*cluster.Node)(node).Topology().ServerInstances(), ranges: node.Topology().ServerKeyRanges()}
 	w.invalidator, _ = van.As[van.Invalidator]((*cluster.Node)(node).Van())
-	c, err := w.node.AddServer(o.AppID, o.CustomerID, w.simple.inbound, func(msg *van.Message) {
-		if !w.simple.takes(msg) {
-			w.node.Rarely("kv: request to a worker").Warn("dropped a request: a key-value worker serves none",
-				"from", van.NodeName(msg.Sender))
-			w.node.Refuse(msg.Sender, msg.ProcessEpoch, msg.AppID, msg.CustomerID, msg.Timestamp, fmt.Errorf("%w: a key-value worker serves simple requests only", van.ErrInvalid))
-		}
-	})
+	c, err := w.node.AddServer(o.AppID, o.CustomerID, w.simple.inbound, w.simple.takesOnly("a key-value worker"))
 	if err != nil {
 		return nil, err
 	}

@@ -2,6 +2,8 @@ package postoffice
 
 // The shape of a cluster.
 
+import "github.com/stepaf/stepaf-go/internal/cluster"
+
 // Topology is the shape of a cluster, and a node's place in it.
 type Topology struct {
 	NumWorkers int // groups of workers
@@ -12,21 +14,21 @@ type Topology struct {
 }
 
 // NumWorkerInstances counts workers.
-func (t Topology) NumWorkerInstances() int { return t.NumWorkers * t.GroupSize }
+func (t Topology) NumWorkerInstances() int { return cluster.Topology(t).NumWorkerInstances() }
 
 // ServerInstances returns the ids of the servers that a worker talks to, by server group rank: in each group the instance
 // with the worker's own index.
 func (t Topology) ServerInstances() []NodeID {
 	ids := make([]NodeID, t.NumServers)
-	for r := range ids {
-		ids[r] = ServerID(r*t.GroupSize + t.Instance)
+	for r, id := range cluster.Topology(t).ServerInstances() {
+		ids[r] = NodeID(id)
 	}
 	return ids
 }
 
 // WorkerInstance returns the id of the worker that a server talks to in the group of the given rank.
 func (t Topology) WorkerInstance(groupRank int) NodeID {
-	return WorkerID(groupRank*t.GroupSize + t.Instance)
+	return NodeID(cluster.Topology(t).WorkerInstance(groupRank))
 }
 
 // KeyRange is a half-open range of keys, except that the last server's includes the largest key.
