@@ -97,8 +97,8 @@ const bufLen = 64 << 10
 // keepLen is the maximum length of a buffer that a connection keeps after it has grown for long keys or metas.
 const keepLen = 4 << 20
 
-// turnLimit bounds what one connection is read of, or written by the loop, before others have their turn.
-const turnLimit = 1 << 20
+// readLimit bounds what one connection is read of before others have their turn.
+const readLimit = 1 << 20
 
 // The results of read.
 type outcome int
@@ -125,7 +125,7 @@ func (c *inConn) read() (*inbound, outcome) {
 			return nil, ended
 		case p != nil:
 			return p, message
-		case c.got >= turnLimit:
+		case c.got >= readLimit:
 			return nil, progress
 		}
 		if c.empty && !c.hangup {

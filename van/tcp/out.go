@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"runtime"
 	"sync"
 	"syscall"
@@ -105,7 +104,7 @@ func (c *outConn) send(msg *van.Message) error {
 		return errGone
 	}
 	if c.full() {
-		c.flush(math.MaxInt)
+		c.flush()
 		switch {
 		case c.gone:
 			return errGone
@@ -136,7 +135,7 @@ func (c *outConn) send(msg *van.Message) error {
 	}
 	c.put(msg, start)
 	if !c.blocked {
-		c.flush(math.MaxInt)
+		c.flush()
 	}
 	return nil
 }
@@ -208,17 +207,19 @@ func (c *outConn) refuse() error {
 		van.ErrQueueFull, c.unsent(), len(c.queue), budget, maxQueue)
 }
 
-// resume continues to write when the socket accepts more, and reports whether it has stopped early, since others have their turn. The
-// holder of the feed calls it.
-func (c *outConn) resume() (more bool) {
+// resume continues to write when the socket accepts more. The holder of the feed calls it.
+func (c *outConn) resume() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.blocked && !c.gone && c.flush(turnLimit)
+	if c.blocked && !c.gone {
+		c.blocked = false
+		c.flush()
+	}
 }
 
-// flush writes until nothing is left, the socket takes no more, or most bytes are written; in this case it returns true. c.mu is held.
-func (c *outConn) flush(most int) (more bool) {
-	for most > 0 && (len(c.queue) > 0 || c.tls.pending() > 0) {
+// flush writes until nothing is left or the socket takes no more. c.mu is held.
+func (c *outConn) flush() {
+	for len(c.queue) > 0 || c.tls.pending() > 0 {
 		n := c.parts()
 		if n == 0 && c.tls.pending() == 0 {
 			c.written(0)
@@ -228,18 +229,15 @@ func (c *outConn) flush(most int) (more bool) {
 		switch {
 		case err == unix.EAGAIN:
 			c.blocked = true
-			return false
+			return
 		case err == unix.EINTR:
 			continue
 		case err != nil:
 			c.fail(err)
-			return false
+			return
 		}
 		c.written(wrote)
-		most -= wrote
 	}
-	c.blocked = len(c.queue) > 0 || c.tls.pending() > 0
-	return c.blocked
 }
 
 // parts lists what is to be written next, and returns how many parts that are. c.mu is held.
@@ -419,7 +417,8 @@ func (c *outConn) Linger(ctx context.Context) {
 	for {
 		c.mu.Lock()
 		if !c.gone {
-			c.flush(math.MaxInt)
+			c.blocked = false
+			c.flush()
 		}
 		over := c.gone || len(c.queue) == 0 && c.tls.pending() == 0
 		c.mu.Unlock()

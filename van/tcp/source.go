@@ -68,9 +68,6 @@ func (s *source) blame(queue *engine.PeerQueue[*inbound], bytes int64) {
 	}
 }
 
-// watched are the events of a connection from a peer.
-const watched = unix.EPOLLIN | unix.EPOLLRDHUP | unix.EPOLLET&0xffffffff
-
 // add watches c, a *inConn or *outConn with descriptor fd.
 func (s *source) add(fd int, c any) error {
 	s.mu.Lock()
@@ -78,7 +75,7 @@ func (s *source) add(fd int, c any) error {
 	conns := maps.Clone(*s.conns.Load())
 	conns[int32(fd)] = c
 	s.conns.Store(&conns)
-	events := uint32(watched)
+	events := uint32(unix.EPOLLIN | unix.EPOLLRDHUP | unix.EPOLLET&0xffffffff)
 	if in, ok := c.(*inConn); ok {
 		s.joins = append(s.joins, in)
 		s.any.Store(true)
@@ -136,8 +133,8 @@ func (s *source) poll() bool {
 			if e.Events&^unix.EPOLLOUT != 0 {
 				c.broke()
 			}
-			if e.Events&unix.EPOLLOUT != 0 && c.resume() { // get the event again
-				_ = unix.EpollCtl(s.ep, unix.EPOLL_CTL_MOD, int(e.Fd), &unix.EpollEvent{Events: watched | unix.EPOLLOUT, Fd: e.Fd})
+			if e.Events&unix.EPOLLOUT != 0 {
+				c.resume()
 			}
 		}
 	}
