@@ -204,6 +204,10 @@ func (g *graphs) add(x *Prepared) (*rounds, error) {
 		go g.run()
 		go g.watch()
 	}
+	if g.closing.Load() { // close may have looked at the list before, and another goroutine may use r by now
+		r.ended.Store(idle)
+		return nil, van.ErrClosed
+	}
 	return r, nil
 }
 
@@ -307,7 +311,7 @@ func (g *graphs) something() bool {
 // before. It reports whether the goroutine has ended.
 func (g *graphs) close() (done bool) {
 	g.closing.Store(true)
-	if g.turn.Load() == 0 { // an exchange that is being added is not used
+	if g.turn.Load() == 0 { // add ends an exchange that it is adding
 		return true
 	}
 	done = gpusync.AwaitClose(g.ended) // not if the goroutine waits for the driver, or the caller is a callback of it

@@ -170,8 +170,8 @@ func (x *sender) accept(msg *van.Message) error {
 		}
 		x.mu.Unlock()
 		for _, m := range oldest {
-			err := fmt.Errorf("%w: too many messages wait for those that they follow, want at most %d, and %d bytes (STEPAF_RECV_BUDGET_PEER)",
-				van.ErrQueueFull, maxOpen, s.node.Config().RecvBudgetPeer)
+			err := fmt.Errorf("%w: messages that wait for those before them, this one of %d bytes; want at most %d, and %d bytes in all (STEPAF_RECV_BUDGET_PEER)",
+				van.ErrQueueFull, m.PayloadLen(), maxOpen, s.node.Config().RecvBudgetPeer)
 			s.refuse(m, err)
 			s.node.Rarely("af: pending messages").Warn("dropped a message that waited for the one before it", "err", err, "from", s.node.PeerName(m.Sender), "message", &m.Meta)
 			m.Release()
@@ -297,9 +297,9 @@ func (x *sender) refuse(b *batchState, why error) {
 	x.refusals = append(x.refusals, refused{b, why})
 }
 
-// keep keeps a message that continues no open batch. A message that was lost and sent again arrives after its successors, and so does, over
-// RDMA, a message with a new key from a C++ worker. Beyond the limits keep returns the oldest messages, which it no longer keeps: their
-// batches were probably refused. The caller releases them. x.mu is held.
+// keep queues a message that continues no open batch as pending. A message that was lost and sent again arrives after its successors. So
+// does, over RDMA, a message with a new key from a C++ worker. Beyond the limits keep returns the oldest pending messages, whose batches
+// were probably refused. The caller releases them. x.mu is held.
 func (x *sender) keep(msg *van.Message) (oldest []*van.Message) {
 	limit, n := x.s.node.Config().RecvBudgetPeer, 0
 	if msg.PayloadLen() > limit {

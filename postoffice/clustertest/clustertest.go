@@ -153,7 +153,7 @@ func (c *Cluster) Nodes() []*postoffice.Node {
 
 // Kill ends a server or a worker as a crash would: messages that wait for it are lost, and it sends nothing more. Calls of
 // other nodes that it has not answered fail with postoffice.ErrPeerLost. Kill returns when the scheduler has noticed the
-// loss, from when on the node can be replaced.
+// loss, from when on the node can be replaced. It waits for a minute at most.
 func (c *Cluster) Kill(ctx context.Context, n *postoffice.Node) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()

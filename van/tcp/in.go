@@ -82,7 +82,7 @@ type inConn struct {
 	ready     bool           // it is in source.ready
 	empty     bool           // the socket had nothing more when it was read last
 	hangup    bool           // the peer has closed the connection: it is read to its end
-	malformed error          // the error of a message, which ends it
+	malformed error          // the error of a malformed message; the connection ends with it
 
 	mu            sync.Mutex // held while bytes are read
 	fenced        bool       // no further message is delivered: another process has the sender's id, or a later connection has replaced this one; mu, peers.Mu
