@@ -160,7 +160,7 @@ type graphs struct {
 	turn    atomic.Uint64 // clock.Now of the goroutine's last pass; 0 before the first exchange
 
 	all   atomic.Pointer[[]*replayed] // replaced, never modified
-	ended chan struct{}
+	ended chan struct{}               // closed when run has returned
 
 	adding sync.Mutex   // held while an exchange is added, also while the driver blocks; locked before the mu of a Prepared
 	page   gpusync.Page // of pinned memory, for flags
@@ -204,7 +204,7 @@ func (g *graphs) add(x *Prepared) (*rounds, error) {
 		go g.run()
 		go g.watch()
 	}
-	if g.closing.Load() { // close may have looked at the list before, and another goroutine may use r by now
+	if g.closing.Load() { // close may have read the list without r, which another goroutine may already use
 		r.ended.Store(idle)
 		return nil, van.ErrClosed
 	}

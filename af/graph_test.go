@@ -3,6 +3,8 @@ package af_test
 import (
 	"context"
 	"errors"
+	"runtime"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -416,7 +418,8 @@ func TestReplayCloseBehindABlockedDriver(t *testing.T) {
 
 type simDevice = simgpu.Device
 
-// pinning is a device whose AllocPinned waits, while hold is set, until a stream has executed its work, as a driver may.
+// pinning is a device whose AllocPinned for an exchange's flags waits, while hold is set, until a stream has executed its work, as a driver
+// may. Messages allocate pinned memory at the same time.
 type pinning struct {
 	*simDevice
 	hold    atomic.Bool
@@ -424,13 +427,26 @@ type pinning struct {
 }
 
 func (d *pinning) AllocPinned(n int) (backend.Mem, error) {
-	if n == 4096 && d.hold.Swap(false) { // a page of flags
+	if calledBy("(*graphs).add") && d.hold.Swap(false) {
 		over := make(chan struct{})
 		d.Queue(5, func() { close(over) })
 		close(d.blocked)
 		<-over
 	}
 	return d.simDevice.AllocPinned(n)
+}
+
+// calledBy reports whether the goroutine is in a function whose name ends so.
+func calledBy(name string) bool {
+	var pcs [64]uintptr
+	frames := runtime.CallersFrames(pcs[:runtime.Callers(1, pcs[:])])
+	for more := true; more; {
+		var f runtime.Frame
+		if f, more = frames.Next(); strings.HasSuffix(f.Function, name) {
+			return true
+		}
+	}
+	return false
 }
 
 // TestReplayWhileAllocationBlocks: if the allocation of flags for another exchange blocks until a stream continues, rounds go on and
@@ -454,9 +470,16 @@ func TestReplayWhileAllocationBlocks(t *testing.T) {
 	go func() { added <- another.QueueStart(7) }()
 	<-pin.blocked
 	list[1].Close()
-	list[2].round(t, 6, 50*time.Millisecond)
-	d.dev.Settle(t, 6)
-	vantest.Fails(t, list[2].Check(), van.ErrTimeout, "no answer from server 0")
+	for i, x := range list[2:8] {
+		x.round(t, 6, 50*time.Millisecond)
+		d.dev.Settle(t, 6)
+		err := x.Check()
+		if i < 5 && err != nil && strings.Contains(err.Error(), "the library could not run") { // nothing ran on this machine for a second
+			continue
+		}
+		vantest.Fails(t, err, van.ErrTimeout, "no answer from server 0")
+		break
+	}
 	closed := make(chan struct{})
 	go func() {
 		d.w.Close()

@@ -170,10 +170,10 @@ func (x *sender) accept(msg *van.Message) error {
 		}
 		x.mu.Unlock()
 		for _, m := range oldest {
-			err := fmt.Errorf("%w: messages that wait for those before them, this one of %d bytes; want at most %d, and %d bytes in all (STEPAF_RECV_BUDGET_PEER)",
+			err := fmt.Errorf("%w: out-of-order message of %d bytes, want at most %d such messages, and %d bytes in all (STEPAF_RECV_BUDGET_PEER)",
 				van.ErrQueueFull, m.PayloadLen(), maxOpen, s.node.Config().RecvBudgetPeer)
 			s.refuse(m, err)
-			s.node.Rarely("af: pending messages").Warn("dropped a message that waited for the one before it", "err", err, "from", s.node.PeerName(m.Sender), "message", &m.Meta)
+			s.node.Rarely("af: pending messages").Warn("dropped an out-of-order message", "err", err, "from", s.node.PeerName(m.Sender), "message", &m.Meta)
 			m.Release()
 		}
 		return err
@@ -298,8 +298,8 @@ func (x *sender) refuse(b *batchState, why error) {
 }
 
 // keep queues a message that continues no open batch as pending. A message that was lost and sent again arrives after its successors. So
-// does, over RDMA, a message with a new key from a C++ worker. Beyond the limits keep returns the oldest pending messages, whose batches
-// were probably refused. The caller releases them. x.mu is held.
+// does, over RDMA, a message with a new key from a C++ worker. Beyond the limits keep returns the oldest ones, whose batches were probably
+// refused, or msg if it alone is too large. The caller refuses and releases them. x.mu is held.
 func (x *sender) keep(msg *van.Message) (oldest []*van.Message) {
 	limit, n := x.s.node.Config().RecvBudgetPeer, 0
 	if msg.PayloadLen() > limit {

@@ -132,7 +132,7 @@ func (a *SimpleApp) takes(msg *van.Message) bool {
 	return true
 }
 
-// takesOnly returns takes for an application, named who, that refuses all other requests.
+// takesOnly returns a handler that calls takes, and refuses all other requests. who names the application.
 func (a *SimpleApp) takesOnly(who string) func(*van.Message) {
 	err := fmt.Errorf("%w: %s serves simple requests only", van.ErrInvalid, who)
 	return func(msg *van.Message) {

@@ -21,8 +21,8 @@
 //   - QueueReceive waits for the flags of its end, and copies the peers' tensors into its own. A kernel copies: a copy
 //     engine that waits for one stream would hold up the copies of the others.
 //
-// In a graph, a QueueReceive waits and copies beside the work that was captured since the QueueSend before it, if that is
-// in the same graph. So from this QueueSend to QueueReceive no work of the graph may use the tensors that are received.
+// In a graph, a QueueReceive can overlap the work captured since the QueueSend before it, if that is in the same graph. That
+// work must not use the tensors that are received.
 //
 // Only the owner of memory writes data there, as everywhere in this library; a peer writes only its flag. A
 // round needs no number, since sends and receives alternate.
@@ -38,8 +38,8 @@
 //  1. The peers' gates are closed: they copy nothing that they have not begun to copy, also if sends still queued in
 //     streams write their flags. From now on Check, QueueSend and QueueReceive return the reason.
 //  2. The peers are notified, and end their exchanges.
-//  3. When all peers have confirmed or are lost, waiting streams are released. They copy nothing. Earlier a peer could
-//     copy data of a released stream and take it for valid.
+//  3. When all peers have confirmed or are lost, waiting streams are released, and begin no copy. If they were released
+//     before that, a peer could take their data for valid.
 //
 // A peer that neither confirms nor is lost is waited for for 10 seconds; a node that ends does not wait. While a
 // launch into CUDA's default stream is blocked because the driver's queue is full, streams cannot be released:

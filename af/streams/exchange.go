@@ -80,8 +80,8 @@ func (x *Exchange) with(id int) int {
 func (x *Exchange) QueueSend(stream af.Stream) error { return x.queue("queue a send", stream, true) }
 
 // QueueReceive makes stream wait until all peers have sent, and then copy the peers' data into the tensors of this
-// end; in a graph as soon as they have sent, beside the work since the QueueSend before, if that is in the same graph.
-// If the exchange has ended, the stream neither waits nor copies: see Check.
+// end. In a graph this can overlap the work captured since the QueueSend before, if that is in the same graph. When the
+// exchange has ended, the stream is released, and begins no copy. The tensors may then be filled in part: see Check.
 func (x *Exchange) QueueReceive(stream af.Stream) error {
 	return x.queue("queue a receive", stream, false)
 }

@@ -60,7 +60,7 @@ type exchangeMemory struct {
 	sends  []backend.FlagWrite // the words that a send writes, in this order; nil before the first
 	copies []backend.GatedCopy // of a receive; nil before the first
 	since  [6]uintptr          // the point after the latest captured send
-	beside uintptr             // the stream of captured receives; 0 before the first
+	branch uintptr             // the stream of captured receives; 0 before the first
 }
 
 // peerMemory is the memory that an end and one of its peers share.
@@ -278,33 +278,33 @@ func (w *exchangeMemory) send(s uintptr, captures bool) error {
 	return nil
 }
 
-// receive queues a receive in stream s. A captured one is beside the work that was captured in s since the send before it, if that is in
-// the same graph.
+// receive queues a receive in stream s. A captured receive overlaps the work captured in s since the send before it, if that is in the
+// same graph.
 func (w *exchangeMemory) receive(s uintptr, captures bool) error {
 	if captures {
 		if now := point(w.m.dev, s); now[0] != 0 && now[0] == w.since[0] && now != w.since {
-			return w.receiveBeside(s)
+			return w.receiveInBranch(s)
 		}
 	}
 	return w.receiveIn(s)
 }
 
-// receiveBeside captures a receive in another stream, behind the send before it, and makes stream s wait for it.
-func (w *exchangeMemory) receiveBeside(s uintptr) (err error) {
+// receiveInBranch captures a receive in another stream, after the latest send, and makes stream s wait for it.
+func (w *exchangeMemory) receiveInBranch(s uintptr) (err error) {
 	d := w.m.dev
-	if w.beside == 0 {
-		if w.beside, err = d.NewStream(); err != nil {
+	if w.branch == 0 {
+		if w.branch, err = d.NewStream(); err != nil {
 			return err
 		}
 	}
-	if err = d.Follow(w.beside, s); err == nil {
-		err = d.Rewind(w.beside, w.since)
+	if err = d.Follow(w.branch, s); err == nil {
+		err = d.Rewind(w.branch, w.since)
 	}
 	if err == nil {
-		err = w.receiveIn(w.beside)
+		err = w.receiveIn(w.branch)
 	}
 	if err == nil {
-		err = d.Follow(s, w.beside)
+		err = d.Follow(s, w.branch)
 	}
 	return err
 }

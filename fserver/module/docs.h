@@ -215,8 +215,8 @@
 #define DOC_STREAMS_RECEIVE \
 	"receive($self, /, timeout_ms=None)\n--\n\n" \
 	"Queue to the current CUDA stream: wait until all peers have sent, and copy their tensors\n" \
-	"into the tensors of this end; in a graph beside the work since the last send(), which\n" \
-	"must not use these tensors. With host=True: do that, and return when it is done. After\n" \
+	"into the tensors of this end. In a graph this overlaps the work since the last send().\n" \
+	"That work must not use these tensors. With host=True: wait and copy, then return. After\n" \
 	"timeout_ms it raises TimeoutError, which names the peers that have not sent; another\n" \
 	"receive() continues. The tensors may change until it, or close(), has returned.\n" \
 	"\n" \

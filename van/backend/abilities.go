@@ -121,8 +121,8 @@ type GraphFlagger interface {
 	Capturing(stream uintptr) (bool, error)
 	// Follow makes stream wait for the work that is queued on other. If other is being captured, stream joins its capture.
 	Follow(stream, other uintptr) error
-	// Point returns a mark of the work that was captured on stream so far. Its first number is that of the capture, or 0 if stream is
-	// not being captured, or has no mark.
+	// Point returns the position in the work captured on stream. at[0] identifies the capture. It is 0 if stream is not being captured,
+	// or if its next work depends on more than 4 nodes.
 	Point(stream uintptr) (at [6]uintptr, err error)
 	// Rewind makes later work of stream wait only for the work before at, a Point of the capture that stream has joined.
 	Rewind(stream uintptr, at [6]uintptr) error
@@ -145,8 +145,8 @@ type Signaller interface {
 	MapHost(m Mem) (Mem, error)
 }
 
-// GatedCopy is a copy of Src to Dst, both memory of the device, as soon as one of the 8 bytes of Gate is not 0. If that is one of the last
-// 4, nothing is copied.
+// GatedCopy is a copy of Src to Dst, both memory of the device, as soon as one of the 8 bytes of Gate is not 0. If one of the last 4 is
+// not 0, nothing is copied.
 type GatedCopy struct{ Dst, Src, Gate Mem }
 
 // GatedCopier is implemented by backends whose streams copy with a kernel. A copy by a copy engine that waits for the

@@ -56,10 +56,11 @@ static CUresult stepaf_capturing(uintptr_t s, int *yes) {
 	return r;
 }
 
-// cuda.h gives these names to later functions with other parameters.
+// cuda.h maps these names to newer functions with other parameters.
 extern void *stepaf_cuStreamGetCaptureInfo_v2, *stepaf_cuStreamUpdateCaptureDependencies;
 
-// The nodes that the next work captured on s waits for: *n of them, the first 4 in nodes. *id is the number of the capture.
+// stepaf_capture_point stores the number of nodes that the next work captured on s waits for in *n, the first 4 in nodes,
+// and the capture's number in *id, 0 if there is none.
 static CUresult stepaf_capture_point(uintptr_t s, uint64_t *id, size_t *n, uintptr_t nodes[4]) {
 	CUresult (*info)(CUstream, CUstreamCaptureStatus *, cuuint64_t *, CUgraph *, const CUgraphNode **, size_t *) = stepaf_cuStreamGetCaptureInfo_v2;
 	CUstreamCaptureStatus st = CU_STREAM_CAPTURE_STATUS_NONE;

@@ -78,7 +78,7 @@ type streamDriver interface {
 	eventRecord(e, s uintptr) error
 	eventQuery(e uintptr) error // codeNotReady while busy
 
-	streamWait(s, e uintptr) error                     // until the last record of e; if that is captured, s joins the capture
+	streamWait(s, e uintptr) error                     // s waits for the last record of e; if that is captured, s joins the capture
 	capturePoint(s uintptr) (at [6]uintptr, err error) // see GraphFlagger.Point
 	captureRewind(s uintptr, at [6]uintptr) error      // see GraphFlagger.Rewind
 

@@ -88,8 +88,8 @@ func (k *signals) AddSeq(stream uintptr, seq Mem) error {
 	return k.signal("AddSeq", stream, func(s *signalKernels) uintptr { return s.add }, seq)
 }
 
-// The threads of each copy by a kernel: blocks of copyThreads, of which each thread has copyEach bytes; fewBlocks at most, or manyBlocks
-// from manyBytes on. More blocks make copies of less than a few MB no faster, and take multiprocessors from other kernels.
+// The kernel has a thread for each copyEach bytes of a copy, in blocks of copyThreads. The limit is fewBlocks, or manyBlocks from
+// manyBytes on. More blocks make copies of less than a few MB no faster, and take multiprocessors from other kernels.
 const (
 	copyThreads = 512
 	copyEach    = 64

@@ -120,7 +120,7 @@ func (p *streamPool) Capturing(stream uintptr) (yes bool, err error) {
 	return yes, err
 }
 
-// Point returns a mark of the work that was captured on stream so far.
+// Point returns the position in the work captured on stream.
 func (p *streamPool) Point(stream uintptr) (at [6]uintptr, err error) {
 	err = p.c.with("Point", func() error {
 		at, err = p.d.capturePoint(stream)

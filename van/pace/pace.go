@@ -197,7 +197,7 @@ func (v *Van) Close(ctx context.Context) error {
 	go func() { v.wg.Wait(); close(gone) }()
 	select {
 	case <-gone:
-	case <-ctx.Done(): // the inner van's queue is full, or a Send waits for a connection until Close
+	case <-ctx.Done(): // the inner van's queue is full, or its Send waits for a connection until its Close
 		defer v.each(van.Empty, func(l *peerQueue) { l.drop(all) })
 	}
 	return v.Van.Close(ctx)

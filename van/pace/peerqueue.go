@@ -291,7 +291,7 @@ func (l *peerQueue) forward(i *item) bool {
 		return false
 	}
 	i.end(err != nil)
-	closed := l.v.ended.Load() && errors.Is(err, van.ErrClosed) // Close has given up the messages that are left
+	closed := l.v.ended.Load() && errors.Is(err, van.ErrClosed) // Close has canceled the remaining messages
 	if err != nil && !i.dropped && !closed && l.v.opts.OnFail != nil {
 		l.v.opts.OnFail(l.peer, &i.msg.Meta, err)
 	}

@@ -20,8 +20,8 @@ func (s *ends) answers(t *testing.T, p *pair, stream af.Stream) {
 	}
 }
 
-// TestCapturedBeside: in a graph, an exchange receives beside the work that follows its send, unless there is none.
-func TestCapturedBeside(t *testing.T) {
+// TestCapturedOverlap: in a graph, a receive overlaps the work that follows the send, unless there is none.
+func TestCapturedOverlap(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
 	s.captured = true
 	w := s.workers[0]
@@ -49,7 +49,7 @@ func TestCapturedBeside(t *testing.T) {
 	}
 	g.End()
 	if n := g.Rewound(); n != 6 {
-		t.Errorf("%d receives are beside other work, want 6", n)
+		t.Errorf("%d receives overlap other work, want 6", n)
 	}
 	for range 4 {
 		g.Replay(stream)
