@@ -416,6 +416,7 @@ func TestReplayCloseBehindABlockedDriver(t *testing.T) {
 	close(block)
 }
 
+// simDevice is the name under which pinning embeds a device, which has a method Device.
 type simDevice = simgpu.Device
 
 // pinning is a device whose AllocPinned for an exchange's flags waits, while hold is set, until a stream has executed its work, as a driver

@@ -136,24 +136,30 @@ func TestOpenBatches(t *testing.T) {
 	testcluster.Counted(t, c.Servers[0], postoffice.Stats{RefusedRequests: 1})
 }
 
-// TestOpenBatchBudgetOfTheOldest: the batch that exceeds the budget is not the one that is canceled for it, also
-// if it is the oldest.
-func TestOpenBatchBudgetOfTheOldest(t *testing.T) {
-	const size = 256 << 10
-	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.RecvBudgetPeer = 1 << 20 }})
-	complete := make(chan int, 4)
-	s := serve(t, c.Servers[0], func(b af.Batch) {
+// raw starts a server that answers each batch and reports its number of tensors, and returns a function by which a worker sends single
+// messages of batches, each with a value of size bytes.
+func raw(t *testing.T, c *testcluster.Cluster, size int) (s *af.Server, complete chan int, send func(ts int32, flag van.BatchFlag)) {
+	complete = make(chan int, 4)
+	s = serve(t, c.Servers[0], func(b af.Batch) {
 		complete <- len(b.Pushes())
 		if err := b.Respond(nil); err != nil {
 			t.Error(err)
 		}
 	})
-	send := func(ts int32, flag van.BatchFlag) {
+	return s, complete, func(ts int32, flag van.BatchFlag) {
 		t.Helper()
 		if err := (*cluster.Node)(c.Workers[0]).App().Send(rawPush(ts, flag, make([]byte, size))); err != nil {
 			t.Fatal(err)
 		}
 	}
+}
+
+// TestOpenBatchBudgetOfTheOldest: the batch that exceeds the budget is not the one that is canceled for it, also
+// if it is the oldest.
+func TestOpenBatchBudgetOfTheOldest(t *testing.T) {
+	const size = 256 << 10
+	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.RecvBudgetPeer = 1 << 20 }})
+	s, complete, send := raw(t, c, size)
 	send(100, van.BatchStart)
 	send(200, van.BatchStart)
 	for ts := range int32(5) {
@@ -220,19 +226,7 @@ func TestHeldOfALostWorker(t *testing.T) {
 // such messages only: the messages of a later batch may still overtake each other.
 func TestHeldOfRefusedBatches(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.Resend = true }})
-	complete := make(chan int, 4)
-	s := serve(t, c.Servers[0], func(b af.Batch) {
-		complete <- len(b.Pushes())
-		if err := b.Respond(nil); err != nil {
-			t.Error(err)
-		}
-	})
-	send := func(ts int32, flag van.BatchFlag) {
-		t.Helper()
-		if err := (*cluster.Node)(c.Workers[0]).App().Send(rawPush(ts, flag, make([]byte, 64))); err != nil {
-			t.Fatal(err)
-		}
-	}
+	s, complete, send := raw(t, c, 64)
 	const most = 1024
 	for i := range int32(most) {
 		send(10*i+5, van.BatchEnd)

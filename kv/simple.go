@@ -132,7 +132,7 @@ func (a *SimpleApp) takes(msg *van.Message) bool {
 	return true
 }
 
-// takesOnly returns a handler that calls takes, and refuses all other requests. who names the application.
+// takesOnly returns a handler that calls takes, and refuses all other requests in the name of who, the application.
 func (a *SimpleApp) takesOnly(who string) func(*van.Message) {
 	err := fmt.Errorf("%w: %s serves simple requests only", van.ErrInvalid, who)
 	return func(msg *van.Message) {

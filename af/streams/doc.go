@@ -52,7 +52,7 @@
 //
 // Memory stays mapped and allocated until the backend is closed if peers have mapped it, or if a graph that may
 // be replayed refers to it: the driver cannot unmap it while streams may wait. For each exchange this is 128
-// bytes of device memory for each peer and 128 more; for a captured exchange, also its tensors.
+// bytes of device memory for each peer and 128 more; for a captured exchange, also its tensors and a stream.
 //
 // This package is experimental: its API may change between minor versions.
 package streams

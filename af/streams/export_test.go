@@ -91,3 +91,32 @@ func (x *Exchange) Settled() bool {
 		return false
 	}
 }
+
+// recorded is a device that records the words that WriteFlag writes.
+type recorded struct {
+	device
+	words chan<- uint64
+}
+
+func (r recorded) WriteFlag(s uintptr, word backend.Mem, v uint32) error {
+	r.words <- word.Addr()
+	return r.device.WriteFlag(s, word, v)
+}
+
+// RecordWords makes the device of e record the words of up to 64 calls of WriteFlag. No call may be under way.
+func (e *Ends) RecordWords() <-chan uint64 {
+	e.memory.mu.Lock()
+	defer e.memory.mu.Unlock()
+	words := make(chan uint64, 64)
+	e.memory.dev = recorded{e.memory.dev, words}
+	return words
+}
+
+// Releases returns the words that release the streams of x: those of the gates, and those of the flags.
+func (x *Exchange) Releases() (gates, flags []uint64) {
+	for i := range x.mem.peers {
+		gates = append(gates, x.mem.peers[i].gate.Upper().Addr())
+		flags = append(flags, x.mem.peers[i].flag.Upper().Addr())
+	}
+	return gates, flags
+}

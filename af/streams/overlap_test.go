@@ -2,6 +2,7 @@ package streams_test
 
 import (
 	"errors"
+	"slices"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/af"
@@ -81,5 +82,28 @@ func TestEndCopiesNothing(t *testing.T) {
 	s.workers[0].dev.Settle(t, stream)
 	if got := p.pull[0][9]; got != 7 {
 		t.Errorf("the tensor has %d after the end, want 7", got)
+	}
+}
+
+// TestGatesAreReleasedFirst: streams pass a gate only after it was released, so that they copy nothing: a lost peer has not closed it.
+func TestGatesAreReleasedFirst(t *testing.T) {
+	s := start(t, testcluster.Options{Workers: 1, Servers: 2})
+	p := s.prepare(t, 10, 10)[0]
+	words := s.workers[0].RecordWords()
+	_ = p.x.Close()
+	gates, flags := p.x.Releases()
+	var released []uint64
+	for want := slices.Concat(gates, flags); len(released) < len(want); {
+		select {
+		case w := <-words:
+			if slices.Contains(want, w) {
+				released = append(released, w)
+			}
+		default:
+			t.Fatalf("%d words were released, want %d", len(released), len(want))
+		}
+	}
+	if !slices.Equal(released, slices.Concat(gates, flags)) {
+		t.Errorf("released %#x, want first the gates %#x, then the flags %#x", released, gates, flags)
 	}
 }

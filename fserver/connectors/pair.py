@@ -391,7 +391,7 @@ class Attention(_Side):
 
     def recv(self, stage, out=None, timeout_ms=None):
         """Returns the answer to the last send of this stage: a tensor with the same number of
-        rows. It is the stage's buffer, which the next answer overwrites. If `out` is given,
+        rows. It is the stage's buffer, which may be overwritten from the next send on. If `out` is given,
         it is filled and returned instead. With streams the device waits, and timeout_ms has no effect."""
         self._stage(stage)
         round_ = self._rounds.get(stage)

@@ -70,7 +70,7 @@ func move(dst, src backend.Mem) {
 type Graph struct {
 	q      *streams
 	number uintptr
-	from   []uintptr // the stream of Capture, and those that have joined it
+	from   []uintptr // Capture was called for the first stream; the others have joined it
 	work   []func()
 
 	rewound int

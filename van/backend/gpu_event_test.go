@@ -359,7 +359,7 @@ func TestFollow(t *testing.T) {
 	wantError(t, g.Follow(s, other), nil, "FAKE_999")
 }
 
-// TestRewind: the points of a captured stream, and those that a stream cannot continue from.
+// TestRewind: a captured stream has a point, and a stream continues only from points of its own capture.
 func TestRewind(t *testing.T) {
 	f := newFake(1)
 	g := open(t, f)

@@ -104,7 +104,7 @@ func copyGrid(n, most int) grid {
 	if most >= manyBytes {
 		limit = manyBlocks
 	}
-	return grid{max(min((most+copyThreads*copyEach-1)/(copyThreads*copyEach), limit), 1), n, copyThreads}
+	return grid{min((most+copyThreads*copyEach-1)/(copyThreads*copyEach), limit), n, copyThreads}
 }
 
 // CopyGated implements GatedCopier.
@@ -127,7 +127,7 @@ func (k *signals) CopyGated(copies []GatedCopy, stream uintptr) error {
 		for err == nil && len(copies) > 0 {
 			var list kernelCopies
 			n := min(len(copies), len(list))
-			most := 0
+			most := 1
 			for i, c := range copies[:n] {
 				list[i] = kernelCopy{uintptr(c.Dst.ptr), uintptr(c.Src.ptr), uintptr(c.Src.Len()), uintptr(c.Gate.ptr)}
 				most = max(most, c.Src.Len())

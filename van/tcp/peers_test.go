@@ -222,8 +222,8 @@ func TestLateHello(t *testing.T) {
 	}
 }
 
-// TestClaimedIDs: after the connections of unknown processes have ended or were refused, the ids that these processes claimed use no memory. The order of
-// a member's messages is kept: some of them may not have been delivered.
+// TestClaimedIDs: after the connections of unknown processes have ended or were refused, the ids that these processes claimed use no memory.
+// The order of a member's messages is kept: some of them may not have been delivered.
 func TestClaimedIDs(t *testing.T) {
 	p := start(t, 8, nil).peers
 	member := p.sender(1000)
